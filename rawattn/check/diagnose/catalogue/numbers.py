@@ -10,7 +10,16 @@ from rawattn.check.diagnose.catalogue.maps import At, Geometry, Map
 from rawattn.check.diagnose.catalogue.reading import stored
 from rawattn.check.diagnose.engine.attention import BACKWARD, FIRST, FORWARD, Bug, Store
 from rawattn.check.diagnose.engine.question import OF_SLOTS, STAGES, Question
-from rawattn.check.diagnose.engine.steps import LOG2_E, STEPS, Context, Floats, Step, changed, times
+from rawattn.check.diagnose.engine.steps import (
+    LOG2_E,
+    STEPS,
+    Context,
+    Floats,
+    Step,
+    changed,
+    row_max,
+    times,
+)
 from rawattn.reference.dense import dead_to_inf
 
 # ---- scores and their softmax -----------------------------------------------------------------
@@ -67,19 +76,14 @@ def _scaled(c: Context, x: float, everywhere: bool = True) -> Floats:
     return scores
 
 
-def _top(c: Context) -> Floats:
-    top: Floats = c.S.max(axis=-1, initial=-np.inf)
-    return np.where(np.isneginf(top), 0.0, top)
-
-
 def _stored(lse: Lse, c: Context) -> Floats:
-    return lse(c.softmax[0], _top(c), c.s)
+    return lse(c.softmax[0], row_max(c), c.s)
 
 
 def _read(lse: Lse, c: Context) -> Floats:
     """P of such an lse in the place of the right one; one of another base, that of its own."""
     with np.errstate(over="ignore"):
-        L = np.where(np.isneginf(c.L), np.inf, lse(c.L, _top(c), c.s))
+        L = np.where(np.isneginf(c.L), np.inf, lse(c.L, row_max(c), c.s))
         return np.asarray(c.r(np.exp(c.S - L[..., None])))
 
 
@@ -88,7 +92,7 @@ def _power(x: float, c: Context) -> Floats:
 
 
 def _not_normalised(c: Context) -> Floats:
-    return np.asarray(np.exp(c.S - _top(c)[..., None]) @ c.V)
+    return np.asarray(np.exp(c.S - row_max(c)[..., None]) @ c.V)
 
 
 def _plain_exp(c: Context) -> tuple[Floats, Floats]:

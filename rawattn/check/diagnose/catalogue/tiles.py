@@ -3,23 +3,14 @@
 import math
 from collections.abc import Callable, Iterator
 from dataclasses import replace
+from functools import partial
 
 import numpy as np
 
 from rawattn.check.diagnose.catalogue.maps import WHOLE, of_rows
 from rawattn.check.diagnose.catalogue.masks import bounds
 from rawattn.check.diagnose.catalogue.reading import stored
-from rawattn.check.diagnose.engine.attention import (
-    BACKWARD,
-    FIRST,
-    TILES,
-    Bug,
-    See,
-    Store,
-    View,
-    sequences,
-    views_of,
-)
+from rawattn.check.diagnose.engine.attention import BACKWARD, FIRST, TILES, Bug, See, View, views_of
 from rawattn.check.diagnose.engine.question import BY_ROW, OF_KEYS, OF_SLOTS, Answers, Question
 from rawattn.check.diagnose.engine.steps import STEPS, Context, Floats, changed
 
@@ -54,7 +45,8 @@ def tiles(question: Question, tile: int) -> Iterator[Bug]:
     for words, last, side in zip(("first", "last"), (False, True), bounds(question), strict=True):
         for rows in TILES if side < math.inf else ():
             form = f"from the {words} visible on, {rows} by {tile}"
-            yield Bug("masked-tile-nan", form, FIRST, store=_nan_rows(tile, rows, last))
+            late = partial(_row_mask, partial(_late, tile, rows, last))
+            yield Bug("masked-tile-nan", form, FIRST, store=partial(_spoilt, late))
 
 
 def _often(part: Part, tile: int, factor: float) -> See:
@@ -74,11 +66,11 @@ def _often(part: Part, tile: int, factor: float) -> See:
 
 def _dead(question: Question) -> np.ndarray:
     """(total_q, num_heads_q): rows of sequences that see no key."""
-    alive = _row_mask(question, lambda seen: np.asarray(seen.any(axis=2)))
+    alive = _row_mask(lambda seen: np.asarray(seen.any(axis=2)), question)
     return ~alive & (question.sequence_of("q") >= 0)[:, None]
 
 
-def _row_mask(question: Question, of: Callable[[np.ndarray], np.ndarray]) -> np.ndarray:
+def _row_mask(of: Callable[[np.ndarray], np.ndarray], question: Question) -> np.ndarray:
     """What ``of`` makes (heads, n) of who sees whom (heads, n, m), as (total_q, num_heads_q)."""
     found = np.zeros(question.q.shape[:2], dtype=bool)
     for view in views_of(question):
@@ -87,34 +79,30 @@ def _row_mask(question: Question, of: Callable[[np.ndarray], np.ndarray]) -> np.
     return found
 
 
-def _nan_rows(tile: int, rows: int, last: bool) -> Store:
-    """NaN in rows that see keys, but none in the tile where the running maximum starts: the first
-    one, or the ``last``, of which a tile of queries sees any."""
-
-    def late(seen: np.ndarray) -> np.ndarray:
-        found, tiles = np.asarray(seen.any(axis=2)), np.arange(seen.shape[2]) // tile
-        end, none = (np.max, -1) if last else (np.min, len(tiles))
-        for start in range(0, seen.shape[1], rows):
-            here = seen[:, start : start + rows]
-            first = end(np.where(here.any(axis=1), tiles, none), axis=1, initial=none)
-            met = here & (tiles == first[:, None, None])
-            found[:, start : start + rows] &= ~met.any(axis=2)
-        return found
-
-    return lambda question, answers: _spoilt(question, answers, _row_mask(question, late))
+def _late(tile: int, rows: int, last: bool, seen: np.ndarray) -> np.ndarray:
+    """Rows that see keys, but none in the tile where the running maximum starts: the first one, or
+    the ``last``, of which a tile of queries sees any."""
+    found, tiles = np.asarray(seen.any(axis=2)), np.arange(seen.shape[2]) // tile
+    end, none = (np.max, -1) if last else (np.min, len(tiles))
+    for start in range(0, seen.shape[1], rows):
+        here = seen[:, start : start + rows]
+        first = end(np.where(here.any(axis=1), tiles, none), axis=1, initial=none)
+        met = here & (tiles == first[:, None, None])
+        found[:, start : start + rows] &= ~met.any(axis=2)
+    return found
 
 
-def _spoilt(question: Question, answers: Answers, rows: np.ndarray) -> Answers:
+def _spoilt(of: Callable[[Question], np.ndarray], question: Question, answers: Answers) -> Answers:
     """NaN in these rows, and in the gradients of the keys that they would add to."""
-    found = {}
+    found, rows = {}, of(question)
     for name, x in answers.items():
         y = x.copy()
         if name in BY_ROW:
             y[rows.T] = np.nan
         elif name in OF_KEYS:
-            for _, places, keys in sequences(question):
-                for head in np.nonzero(rows[places].any(axis=0))[0]:
-                    y[keys, head // question.group] = np.nan
+            for view in views_of(question):
+                if rows[view.rows][:, view.heads].any():
+                    y[view.keys, view.head_kv] = np.nan
         elif name not in OF_SLOTS:
             y[rows] = np.nan
         found[name] = y
@@ -124,8 +112,7 @@ def _spoilt(question: Question, answers: Answers, rows: np.ndarray) -> Answers:
 def dead_rows(question: Question) -> Iterator[Bug]:
     if not _dead(question).any():
         return
-    nan: Store = lambda question, answers: _spoilt(question, answers, _dead(question))  # noqa: E731
-    yield Bug("dead-rows", "NaN", FIRST, store=nan)
+    yield Bug("dead-rows", "NaN", FIRST, store=partial(_spoilt, _dead))
     yield Bug("dead-rows", "mean of v", FIRST, steps={"S": _zero_dead, "bP": _uniform_dead})
     yield Bug("dead-rows", "mean of v, dv alone", BACKWARD, steps={"dV": _dv_of_dead})
 

@@ -105,7 +105,8 @@ class View:
     lists: Lists | None = None
 
 
-Given = tuple[Floats, Floats] | None  # out and lse, to a backward pass
+Passed = tuple[Floats, Floats]  # out and lse, to a backward pass
+Given = Passed | None
 See = Callable[[Question, tuple[View, ...]], Sequence[View]]
 Store = Callable[[Question, Answers], Answers]
 Only = Callable[[View], bool]

@@ -19,10 +19,15 @@ Step = Callable[[Context], Any]
 LOG2_E = 1 / math.log(2)
 
 
+def row_max(c: Context) -> Floats:
+    """The largest score of each row; 0 for one that sees nothing."""
+    top: Floats = c.S.max(axis=-1, initial=-np.inf)
+    return np.where(np.isneginf(top), 0.0, top)
+
+
 def _softmax(c: Context) -> tuple[Floats, Floats]:
     """L and P of the rows of S; -inf and zeros for a row that sees nothing."""
-    top = c.S.max(axis=-1, initial=-np.inf)
-    top = np.where(np.isneginf(top), 0.0, top)
+    top = row_max(c)
     sums = np.exp(c.S - top[..., None]).sum(axis=-1)
     with np.errstate(divide="ignore"):
         L = np.log(sums) + top

@@ -9,11 +9,11 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
-import ml_dtypes
 import numpy as np
 import numpy.typing as npt
 
 from rawattn.check.cases import dtype_of
+from rawattn.check.diagnose.evidence.precision import eps_of
 
 Float64 = npt.NDArray[np.float64]
 Shape = tuple[int, ...]
@@ -47,9 +47,9 @@ def rights(shape: Shape, dtype: str, *, size: float = 1.0, wide: bool = False) -
     """Right results of ``dtype`` with their references, float64 where ``wide``; mildest first."""
     rng = np.random.default_rng(0)
     exact, kind = _draw(shape, rng, size), dtype_of(dtype)
-    ref = exact if wide else exact.astype(kind)
-    ulps = eps_of(dtype) * 2.0 ** np.floor(np.log2(np.abs(exact) + np.finfo(np.float64).tiny))
-    accumulator = min(eps_of(dtype), eps_of("float32")) * np.abs(exact).max()
+    ref, eps = exact if wide else exact.astype(kind), eps_of(exact.astype(kind))
+    ulps = eps * 2.0 ** np.floor(np.log2(np.abs(exact) + np.finfo(np.float64).tiny))
+    accumulator = min(eps, np.finfo(np.float32).eps) * np.abs(exact).max()
     found = {
         "the reference, rounded to x's dtype": exact,
         "the result of another rounding, off by at most an ulp": exact
@@ -65,8 +65,9 @@ def wrongs(shape: Shape, dtype: str, *, size: float = 1.0, wide: bool = False) -
     shape: the last axis is a row.
     """
     rng = np.random.default_rng(0)
-    exact, kind, eps = _draw(shape, rng, size), dtype_of(dtype), eps_of(dtype)
-    ref, x = exact if wide else exact.astype(kind), exact.astype(kind)
+    exact, kind = _draw(shape, rng, size), dtype_of(dtype)
+    x, eps = exact.astype(kind), eps_of(exact.astype(kind))
+    ref = exact if wide else x
     pairs = [Pair("x and ref both 0", "vacuous", np.zeros_like(x), np.zeros_like(ref))]
     for name, group, changed in _changed(exact, rng, eps):
         pair = Pair(name, group, changed.reshape(shape).astype(kind), ref)
@@ -116,7 +117,3 @@ def _changed(
 
 def _draw(shape: Shape, rng: np.random.Generator, size: float) -> Float64:
     return np.asarray(rng.standard_normal(shape).clip(-LARGEST, LARGEST) * size)
-
-
-def eps_of(dtype: str) -> float:
-    return float(ml_dtypes.finfo(dtype_of(dtype)).eps)  # type: ignore[no-untyped-call]

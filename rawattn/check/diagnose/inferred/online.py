@@ -41,17 +41,15 @@ def bugs(question: Question, answers: Answers, stage: str) -> list[Bug]:
     for c in (c for c in views if (c.view.sequence, c.view.head_kv) == here and c.S.shape[2]):
         names = {of: name for of, name in TENSORS[stage].items() if name in sample.found}
         found = {of: sample.found[name][c.view.rows][:, c.view.heads] for of, name in names.items()}
-        merges = _merges(question, c, found) if stage == "forward" else []
-        return [*_rescaled(question, stage, c, found), *merges]
+        merges = _merges(c, found) if stage == "forward" else []
+        return [*_rescaled(stage, c, found), *merges]
     return []
 
 
-def _rescaled(
-    question: Question, stage: str, c: Context, found: dict[str, Floats]
-) -> Iterator[Bug]:
+def _rescaled(stage: str, c: Context, found: dict[str, Floats]) -> Iterator[Bug]:
     right = Results(c.O, c.L, *((c.tL, c.tO) if stage == "jvp" else (c.L, c.O)))
     wrong = sum(_left(x, getattr(right, of)) for of, x in found.items())
-    for at, cut in partial_sums.tiles(question).items():
+    for at, cut in partial_sums.tiles(c.question).items():
         parts = partial_sums.parts_of(c, cut)
         sums = partial_sums.totals(parts, partial_sums.RIGHTLY)
         ways = ((x, way, partial_sums.totals(parts, way)) for x, way in partial_sums.WAYS.items())
@@ -64,10 +62,10 @@ def _rescaled(
                 yield Bug("no-rescale", f"{said} {words}, {at}", (stage,), steps=planted)
 
 
-def _merges(question: Question, c: Context, found: dict[str, Floats]) -> list[Bug]:
+def _merges(c: Context, found: dict[str, Floats]) -> list[Bug]:
     """The merges that come nearest; where all parts have keys some are alike."""
     near: list[tuple[float, Bug]] = []
-    for at, cut in partial_sums.splits(question).items():
+    for at, cut in partial_sums.splits(c.question).items():
         parts, total = partial_sums.parts_of(c, cut), 0.0
         forms = {of: [RIGHT] for of in MERGED}
         for of, x in found.items():

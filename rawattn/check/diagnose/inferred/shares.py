@@ -46,10 +46,9 @@ def _of_terms(c: Context, step: str, due: Floats, unit: float) -> Iterator[Bug]:
         x = with_values(step, dY=partial(of_terms, {term: 1.0}))(c)
         basis[term] = (x if len(x) == len(due) else x.sum(axis=0)).ravel() / unit
     near: dict[int, tuple[float, dict[str, float]]] = {}  # of so many terms the nearest
-    for factors in sums_of(basis, due.ravel() / unit, MOST):
-        left = float(
-            np.std(sum(x * basis[term] for term, x in factors.items()) - due.ravel() / unit)
-        )
+    wanted = due.ravel() / unit
+    for factors in sums_of(basis, wanted, MOST):
+        left = float(np.std(sum(x * basis[term] for term, x in factors.items()) - wanted))
         if left < near.get(len(factors), (math.inf,))[0]:
             near[len(factors)] = left, factors
     for _, factors in near.values():

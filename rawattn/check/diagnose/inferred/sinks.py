@@ -6,7 +6,7 @@ import numpy as np
 
 from rawattn.check.diagnose.catalogue import maps
 from rawattn.check.diagnose.catalogue.reading import array_of
-from rawattn.check.diagnose.engine.attention import TILES, Floats, Same, deltas
+from rawattn.check.diagnose.engine.attention import TILES, Floats, Passed, Same, deltas
 from rawattn.check.diagnose.engine.question import Question
 from rawattn.check.diagnose.engine.steps import LOG2_E
 from rawattn.reference.dense import dead_to_inf
@@ -14,9 +14,7 @@ from rawattn.reference.dense import dead_to_inf
 ALL, ITS = "all queries", "exp(sink - lse)"
 
 
-def said(
-    question: Question, stage: str, given: tuple[Floats, Floats], found: Floats, allowed: float
-) -> str:
+def said(question: Question, stage: str, given: Passed, found: Floats, allowed: float) -> str:
     """In words; "" where no sum gives it up to ``allowed``. Of sums that do those with the fewest
     changes, the first two."""
     factors = {"": -1.0, " with the wrong sign": 1.0, " times softmax_scale": -question.scale}
@@ -35,9 +33,7 @@ def said(
     return f"it is {' or '.join(best[:2])}" if best else ""
 
 
-def _terms(
-    question: Question, given: tuple[Floats, Floats], stage: str
-) -> dict[str, tuple[Floats, int]]:
+def _terms(question: Question, given: Passed, stage: str) -> dict[str, tuple[Floats, int]]:
     """What a row (num_heads_q, total_q) may add, and how many changes it is."""
     sinks, D = np.asarray(question.sinks, dtype=np.float64)[:, None], deltas(question, Same(given))
     inside = question.sequence_of("q") >= 0

@@ -257,9 +257,8 @@ def _title(name: str, form: str, must: str) -> str:
         return title
     if name == "unknown" or form.startswith(SENTENCES):
         return form
-    return f"{title}: {form}" + f", where the mask must be {must}" * (
-        "window" in name and must != ""
-    )
+    of_window = "window" in name and must
+    return f"{title}: {form}" + (f", where the mask must be {must}" if of_window else "")
 
 
 def _said(name: str, parts: Sequence[_Part], form: str, must: str) -> str:

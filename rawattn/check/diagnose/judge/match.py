@@ -277,13 +277,11 @@ class Stage:
         """Rows (tokens, heads) that are off by more than rounding, or a share, of their size, with
         whatever out and lse."""
         share = share or (2.0**-6 if self.found[name].dtype.itemsize == 2 else 1e-3)
-        bad: np.ndarray = self.rows[name]
+        rows = bad = self.rows[name]
         for one in self.rights:
-            bad = bad & rows_off(*self.pair(name, one), self.rows[name], share)
+            bad = bad & rows_off(*self.pair(name, one), rows, share)
         if bad.any():  # those that cancel are judged by what went in
-            bad = bad & rows_off(
-                *self.pair(name), self.rows[name], share, self.sizes.get(name, 0.0)
-            )
+            bad = bad & rows_off(*self.pair(name), rows, share, self.sizes.get(name, 0.0))
         return bad
 
     def _tells(self, name: str) -> bool:
@@ -461,13 +459,10 @@ def _explain(
 ) -> StageVerdict | None:
     """The bugs that fit all tensors of a stage; else those that fit the most of the wrong ones."""
     wrong = tuple(name for name in work.tensors if name not in right)
-    keys: list[Callable[[Prediction], float]] = [
-        partial(work.relative, name=name) for name in work.tensors
-    ]
+    keys: list[Callable[[Prediction], float]] = []
+    keys += [partial(work.relative, name=name) for name in work.tensors]
     keys.append(lambda guess: max(work.relative(guess, name) for name in work.tensors))
-    near = [
-        guess for key in keys for guess in sorted(guesses, key=key)[:NEAREST] if key(guess) < FAR
-    ]
+    near = [one for key in keys for one in sorted(guesses, key=key)[:NEAREST] if key(one) < FAR]
     null_of = {name: min(work.relative(right, name) for right in work.rights) for name in wrong}
     whole: list[Explained] = []
     parts: list[Explained] = []

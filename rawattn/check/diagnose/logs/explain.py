@@ -12,13 +12,13 @@ from dataclasses import replace
 
 import numpy as np
 
+from rawattn.check.diagnose.engine.steps import LOG2_E
 from rawattn.check.diagnose.findings import Diagnosis, Finding
 from rawattn.check.diagnose.judge.proofs import finding
 from rawattn.check.diagnose.logs.pairs import CONSTANT, ROUNDING, Pair, paired
 from rawattn.check.diagnose.logs.printed import Float64, Printed, read_log
 
 SHOWN = 12
-LOG2_E = 1 / math.log(2)
 OTHER_MASK = "mask-missing-in-backward"
 # what rows with other sums may mean
 OF_P = ("padded-keys", "neighbour-leak", "not-normalised")

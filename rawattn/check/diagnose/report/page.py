@@ -5,7 +5,7 @@ from io import StringIO
 from rich.console import Console
 
 from rawattn.check.diagnose.findings import Diagnosis
-from rawattn.check.diagnose.report import terminal
+from rawattn.check.diagnose.report.terminal import NOBODY, About, facts, show
 
 WIDTH = 150  # of tables; sentences are narrower
 FORMAT = """<!doctype html>
@@ -15,13 +15,11 @@ FORMAT = """<!doctype html>
 """
 
 
-def page(
-    diagnosis: Diagnosis, about: terminal.About = terminal.NOBODY, *, full: bool = True
-) -> str:
+def page(diagnosis: Diagnosis, about: About = NOBODY, *, full: bool = True) -> str:
     """What the terminal shows with ``--full``, as HTML text; to be written as UTF-8. full: what is
     right beside it too."""
     console = Console(record=True, width=WIDTH, file=StringIO(), legacy_windows=False)
-    terminal.show(console, diagnosis, about, full=True)
-    terminal.facts(console, diagnosis, full=full)
+    show(console, diagnosis, about, full=True)
+    facts(console, diagnosis, full=full)
     text = console.export_html(code_format=FORMAT)
     return "".join(c if c.isprintable() or c == "\n" else "\N{REPLACEMENT CHARACTER}" for c in text)
