@@ -10,16 +10,7 @@ from rawattn.check.diagnose.catalogue.maps import At, Geometry, Map
 from rawattn.check.diagnose.catalogue.reading import stored
 from rawattn.check.diagnose.engine.attention import BACKWARD, FIRST, FORWARD, Bug, Store
 from rawattn.check.diagnose.engine.question import OF_SLOTS, STAGES, Question
-from rawattn.check.diagnose.engine.steps import (
-    LOG2_E,
-    STEPS,
-    Context,
-    Floats,
-    Step,
-    changed,
-    row_max,
-    times,
-)
+from rawattn.check.diagnose.engine.steps import LOG2_E, STEPS, Context, Floats, changed, row_max
 from rawattn.reference.dense import dead_to_inf
 
 # ---- scores and their softmax -----------------------------------------------------------------
@@ -50,10 +41,9 @@ def of_scores(question: Question) -> Iterator[Bug]:
             yield Bug("score-scale", text, FIRST, steps={"Y": partial(_scaled, x=scale)})
             yield Bug("score-scale", f"{text}, scores alone", BACKWARD, steps=alone)
     for bug, text, lse in LSES:
-        stored: dict[str, Step] = {"L": partial(_stored, lse)}
-        yield Bug(bug, text, FORWARD, steps=stored)
+        yield Bug(bug, text, FORWARD, steps={"L": partial(_stored, lse)})
         yield Bug(bug, f"{text}, backward", BACKWARD, steps={"bP": partial(_read, lse)})
-    without: dict[str, Step] = {"bP": lambda c: c.r(np.exp(c.S))}
+    without = {"bP": lambda c: c.r(np.exp(c.S))}
     yield Bug("statistics-misplaced", "an lse of 0, as if not written", BACKWARD, steps=without)
     for text, x in (("exp2(S - lse)", 1 / LOG2_E), ("exp(log2(e) (S - lse))", LOG2_E)):
         yield Bug("score-scale", f"P is {text}", BACKWARD, steps={"bP": partial(_power, x)})
@@ -70,10 +60,9 @@ def of_scores(question: Question) -> Iterator[Bug]:
 
 def _scaled(c: Context, x: float, everywhere: bool = True) -> Floats:
     """Scores with another scale, which dQ and dK have too where it is ``everywhere``."""
-    scores: Floats = c.r(x * c.r(times(c.Q, c.K.T)))
-    if everywhere:
-        c.s = x
-    return scores
+    scores = STEPS["Y"](changed(c, s=x))
+    c.s = x if everywhere else c.s
+    return np.asarray(scores)
 
 
 def _stored(lse: Lse, c: Context) -> Floats:
@@ -127,8 +116,8 @@ def of_backward(question: Question) -> Iterator[Bug]:
     if question.mask_window != (-1, -1):
         text = "of unmasked attention"
         yield Bug("delta-of-another-out", text, BACKWARD, steps={"D": _of_unmasked})
-    masked: Step = lambda c: c.r(np.where(c.W > 0, c.dP - c.D[..., None], 0.0))  # noqa: E731
-    yield Bug("softmax-backward-without-p", "", BACKWARD, steps={"dS": masked})
+    masked = {"dS": lambda c: c.r(np.where(c.W > 0, c.dP - c.D[..., None], 0.0))}
+    yield Bug("softmax-backward-without-p", "", BACKWARD, steps=masked)
     shapes = {"dq": question.q.shape, "dk": question.k.shape, "dv": question.v.shape}
     for one, other in (("dk", "dv"), ("dq", "dk"), ("dq", "dv")):
         if shapes[one] == shapes[other]:
@@ -139,8 +128,10 @@ def of_backward(question: Question) -> Iterator[Bug]:
 def _of_unmasked(c: Context) -> Floats:
     keys, head = c.view.keys, c.view.head_kv  # those too that nobody sees
     K, V = (np.asarray(x[keys, head], dtype=np.float64) for x in (c.question.k, c.question.v))
-    P = STEPS["softmax"](changed(c, S=c.s * times(c.Q, K.T)))[1]
-    return np.asarray((c.dO * times(P, V)).sum(axis=-1) - c.dL)
+    every = changed(c, K=K, V=V)
+    every.S = STEPS["Y"](every)
+    every.P = STEPS["softmax"](every)[1]
+    return np.asarray((c.dO * STEPS["O"](every)).sum(axis=-1) - c.dL)
 
 
 def _swapped(one: str, other: str) -> Store:
