@@ -61,8 +61,7 @@ Told = tuple[Diagnosis, terminal.About]
 
 
 def showing(command: Callable[..., Told]) -> Callable[..., None]:
-    """What a command tells is shown and written, as three more options of it say; it leaves with
-    the exit code."""
+    """What a command tells is shown and written, as three more options say; it leaves by exit."""
 
     @click.option("--full", is_flag=True, help="show all evidence.")
     @html_option

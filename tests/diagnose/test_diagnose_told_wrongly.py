@@ -411,7 +411,8 @@ def test_what_cannot_be_planted_is_no_crash() -> None:
     question = packed()
     wrong = computed(question, {"Y": by(1.7)})
     with pytest.warns(match.SearchFailed, match="read on other lengths"):
-        found = match.judge_stage(question, wrong, "forward", told=[Bug("wrong-keys", see=see)])
+        told = [Bug("wrong-keys", see=see)]
+        found = match.Stage(question, wrong, "forward", np.inf, told=told).verdict()
     assert found is not None and not found.sound
 
 

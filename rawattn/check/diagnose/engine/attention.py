@@ -89,9 +89,8 @@ class Same(tuple[Any, ...]):
 class View:
     """``rows`` (n,) of q and ``keys`` (m,) of k and v; a key of -1 is a row of zeros.
 
-    weight (heads or 1, n, m): how often a query sees a key, 0 for not at all. slot, of the same
-    shape: which block_scale belongs to it, -1 for none. selections: the heads of block_indices;
-    lists: what is walked of it.
+    weight (heads or 1, n, m): how often a query sees a key. slot, of the same shape: which
+    block_scale is its, -1 for none. selections: heads of block_indices; lists: what is walked.
     """
 
     sequence: int

@@ -1,5 +1,4 @@
-"""How much has been computed: what ends a search, so that it ends at the same place on a busy
-machine and on an idle one.
+"""How much has been computed, which ends a search at one place on busy machines and on idle ones.
 
 A unit is about a millisecond of one idle core. Limits are sums of it, as ``time.perf_counter()``
 would be of seconds; where one is met something was not tried, and ``cuts`` counts it.

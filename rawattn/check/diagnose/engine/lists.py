@@ -109,9 +109,8 @@ class Lists:
         return block, self.walked, self.cut, before(block, self.walked > 0)
 
     def keys(self, b: int, heads: Ints) -> tuple[Ints, Ints, Ints]:
-        """Of some heads of block_indices, the keys of sequence ``b``, all of them and then those
-        of blocks that are walked again; of each its entry, -1 for none, and how often it is seen,
-        (heads, n, keys)."""
+        """Of some heads of block_indices, the keys of sequence ``b``, all and then those of blocks
+        walked again; each one's entry, or -1, and how often it is seen (heads, n, keys)."""
         n, m = self.question.lengths_q[b], self.question.lengths_k[b]
         rows = int(self.question.cu_seqlens_q[b]) + np.arange(n)
         block, times, cut, number = (x[rows][:, heads].swapaxes(0, 1) for x in self._entries)

@@ -33,8 +33,7 @@ def by_tokens(
 def part(
     question: Question, answers: Answers, first: int, stop: int, past: int = 0
 ) -> tuple[Question, Answers]:
-    """The sequences from ``first`` on, and keys ``past`` them, with results of 0; without what is
-    summed over all of them."""
+    """Sequences from ``first`` on, and keys ``past`` them with results of 0; no sums over all."""
     changes: dict[str, Any] = {"whole": None}
     rows, kept = {}, {}
     for of in "qk":

@@ -30,12 +30,10 @@ class Question:
     """One packed problem as NumPy arrays, with the names and shapes of rawattn's functions.
 
     ``tq``, ``tk``, ``tv`` and ``tblock_scale`` are a direction: the tangents of ``jvp``, and what
-    ``double_backward`` calls ddq, ddk, ddv and ddblock_scale; ``tsinks`` is that of the sinks, as
-    they have one. ``out`` and ``lse`` are those that a
-    backward pass was given; None where it used those of its own forward. With ``block_indices``
-    attention is block-sparse, ``own`` is include_own_block, and ``sliding`` the window of the
-    second branch, None without one. ``whole``: the pack that this is the beginning of, for what is
-    read of memory.
+    ``double_backward`` calls ddq, ddk, ddv and ddblock_scale; ``tsinks`` is that of the sinks.
+    ``out`` and ``lse`` are those that a backward pass was given; None where it used those of its
+    own forward. With ``block_indices`` attention is block-sparse, ``own`` is include_own_block, and
+    ``sliding`` the window of the second branch. ``whole``: the pack that this is the beginning of.
     """
 
     q: Array
@@ -99,8 +97,7 @@ class Question:
         return None if self.out is None or self.lse is None else (self.out, self.lse)
 
     def given_to_backward(self, answers: Answers) -> tuple[Array, Array] | None:
-        """The same, most likely, of whoever gave ``answers``; None where only the right ones are
-        left to assume."""
+        """The same, most likely, of who gave ``answers``; None: the right ones are to be assumed."""
         of_forward = (answers["out"], answers["lse"]) if {"out", "lse"} <= answers.keys() else None
         return of_forward if self.passed is None else self.passed
 
@@ -151,8 +148,7 @@ class Question:
         return np.asarray(self.cu_seqlens_q if side_of(of) == "q" else self.cu_seqlens_k)
 
     def sequence_of(self, of: str) -> np.ndarray:
-        """For every row of side "q" or "k", or of a tensor, the index of its sequence, -1 past the
-        last one."""
+        """For every row of side "q" or "k", or of a tensor, its sequence, -1 past the last one."""
         offsets = self.offsets(of)
         found = np.full(len(self.q if side_of(of) == "q" else self.k), -1, dtype=np.int64)
         found[offsets[0] : offsets[-1]] = np.repeat(np.arange(self.batch), np.diff(offsets))

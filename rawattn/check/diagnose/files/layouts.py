@@ -29,9 +29,7 @@ LIKE_OUT = ("q", "q", "v")
 @dataclass(frozen=True)
 class Frame:
     """The sizes that all arrays of a problem share, by side "q" or "k" where these differ.
-
-    layout: of arrays with a batch. total: of packed rows. widths: of k and v. dtype: of q.
-    """
+    layout: of arrays with a batch. total: of packed rows. widths: of k and v. dtype: of q."""
 
     layout: str
     heads: dict[str, int]

@@ -55,8 +55,7 @@ class Saved:
 
 def dump(path: str | Path, question: Question, answers: Answers, **said: int) -> None:
     """Write both to a .npz file: an array under each name, bfloat16 as uint16, and "about", JSON
-    text with the options, the names of the bfloat16 arrays, for who reads them elsewhere, and what
-    else is ``said``."""
+    text with the options, the names of bfloat16 arrays for others, and what else is ``said``."""
     arrays: Arrays = {}
     for name in ARRAYS:
         if (value := getattr(question, name)) is not None:
@@ -120,9 +119,7 @@ def read(path: str | Path, frame: Frame | None = None) -> Saved:
 @dataclass(frozen=True)
 class Pair:
     """Two sides, or one. questions: what each is judged by, one object where that is the same.
-
-    apart: how their inputs differ. notes: what else makes them be judged differently.
-    """
+    apart: how their inputs differ. notes: what else makes them be judged differently."""
 
     sides: tuple[Saved, ...]
     questions: tuple[Question | None, ...]

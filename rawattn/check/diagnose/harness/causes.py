@@ -47,9 +47,7 @@ HARNESS = classes_of(TEXTS)  # the gravest first
 
 class Trial(NamedTuple):
     """What a comparison said of a pair: "passes", "is refused", or "raises" and what.
-
-    name, kind, error: of the pair. place: its dtype, its size, and how many axes.
-    """
+    name, kind, error: of the pair. place: its dtype, its size, and how many axes."""
 
     name: str
     kind: str

@@ -60,10 +60,7 @@ def rights(shape: Shape, dtype: str, *, size: float = 1.0, wide: bool = False) -
 
 
 def wrongs(shape: Shape, dtype: str, *, size: float = 1.0, wide: bool = False) -> list[Pair]:
-    """Wrong results of ``dtype``, each made of a right one.
-
-    shape: the last axis is a row.
-    """
+    """Wrong results of ``dtype``, each made of a right one; the last axis is a row."""
     rng = np.random.default_rng(0)
     exact, kind = _draw(shape, rng, size), dtype_of(dtype)
     x, eps = exact.astype(kind), eps_of(exact.astype(kind))

@@ -142,8 +142,7 @@ def _ordered(inside: np.ndarray, taken: np.ndarray, x: Floats) -> Floats:
 
 
 def _order(found: Floats, wanted: Floats, allowed: float) -> np.ndarray | None:
-    """Of each vector the wanted one that it equals, -1 for zeros; None where some equal none, or
-    all but a few their own."""
+    """Of each vector the wanted one that it equals, -1 for zeros; None if some equal none."""
     error = np.square(wanted).sum(axis=1) - 2 * (found @ wanted.T)
     order = error.argmin(axis=1)
     left = np.square(found - wanted[order]).sum(axis=1)

@@ -15,8 +15,7 @@ ALL, ITS = "all queries", "exp(sink - lse)"
 
 
 def said(question: Question, stage: str, given: Passed, found: Floats, allowed: float) -> str:
-    """In words; "" where no sum gives it up to ``allowed``. Of sums that do those with the fewest
-    changes, the first two."""
+    """In words; "" where no sum gives it up to ``allowed``. Two sums with the fewest changes."""
     factors = {"": -1.0, " with the wrong sign": 1.0, " times softmax_scale": -question.scale}
     factors |= {" divided by the number of sequences": -1 / max(question.batch, 1)}
     terms, rows = _terms(question, given, stage), _rows(question)

@@ -9,7 +9,7 @@ import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 
@@ -22,7 +22,7 @@ from rawattn.check.diagnose.evidence.runs import Runs
 from rawattn.check.diagnose.evidence.sight import mask_rule, sight_of
 from rawattn.check.diagnose.findings import NAMELESS, Diagnosis, Finding
 from rawattn.check.diagnose.judge import proofs, rounding
-from rawattn.check.diagnose.judge.match import GENERIC, LOOSE, Explained, StageVerdict, judge_stage
+from rawattn.check.diagnose.judge.match import GENERIC, LOOSE, Explained, Stage, StageVerdict
 from rawattn.check.diagnose.judge.whole import SCORES, cut, of_all, run
 from rawattn.check.diagnose.read.name import UNREAD, Readings
 from rawattn.check.diff import FLOATING
@@ -98,8 +98,7 @@ def _with_rows(answers: Answers) -> Answers:
 
 
 def _well_formed(question: Question, answers: Answers, side: str) -> tuple[Answers, list[Finding]]:
-    """The floating arrays that have the shape of what they are called, and what is to be said of
-    others, None for one."""
+    """The floating arrays of the shapes that they must have; what is said of others, or of None."""
     shapes = {n: x.shape for stage in question.stages for n, x in empty(question, stage).items()}
     shapes |= {"delta": question.q.shape[1::-1]}
     shapes |= {f"sliding {name}": shapes[name] for name in ("out", "lse")}
@@ -155,9 +154,8 @@ def _judge(
     verdicts: list[StageVerdict] = []
     hints = told.general
     for stage in question.stages:
-        known: dict[str, Any] = {"hints": hints, "told": told.bugs, "shown": told.shown}
-        known["allows"] = partial(told.allows, stage=stage)
-        verdict = judge_stage(question, answers, stage, until=until, **known)
+        known = hints, told.bugs, told.shown, partial(told.allows, stage=stage)
+        verdict = Stage(question, answers, stage, until, *known).verdict()
         if verdict is not None:
             verdicts.append(verdict)
             if verdict.explained and not verdict.unexplained:

@@ -2,9 +2,7 @@
 
 Those have the mask, the heads and the dtype of the case, but lengths that tell bugs apart, and no
 traps. What only the case itself shows, with its NaN and its strides, is looked for there.
-
-Long by the two ways between cases and questions, which belong together: a change of one must be
-made in the other.
+Long by the two ways between cases and questions: a change of one must be made in the other.
 """
 
 import math
@@ -26,7 +24,7 @@ from rawattn.check.diagnose.engine.question import TENSORS, WIDE, Answers, Quest
 from rawattn.check.diagnose.evidence.support import NO_RULE
 from rawattn.check.diagnose.findings import CONFIDENCE, NAMELESS, Diagnosis, Finding, of_sides
 from rawattn.check.diagnose.judge.diagnosis import diagnose, sizes_of
-from rawattn.check.diagnose.judge.proofs import finding
+from rawattn.check.diagnose.judge.proofs import finding, reference_of
 from rawattn.check.diagnose.judge.traps import ARRAYS, of_traps
 from rawattn.check.diagnose.read.name import Readings, read
 from rawattn.check.expected import Expected, Target, expect
@@ -203,11 +201,8 @@ def answers_of(candidate: Candidate, question: Question) -> Answers:
 
 def reference_answers(question: Question) -> Answers:
     """What the float64 reference says to ``question``, rounded as right results are."""
-    given = question.passed
-    answers: Answers = {}
-    for stage in question.stages:
-        answers |= solve(question, stage, given=given if stage in ("backward", "second") else None)
-    return {name: a.astype(_dtype(question, name)) for name, a in answers.items()}
+    right = reference_of(question, TENSORS, question.passed)
+    return {name: a.astype(_dtype(question, name)) for name, a in right.items()}
 
 
 def _asked(
@@ -218,8 +213,7 @@ def _asked(
     until: float,
     told: Readings,
 ) -> Diagnosis:
-    """The diagnosis of what ``candidate``, of which this was told, and ``other`` if there is one,
-    say to ``question``."""
+    """Of what ``candidate``, of which this was told, and ``other``, if any, say to a question."""
     judged: dict[str, Diagnosis] = {}
     for side, one in (SIDE, candidate), (against, other):
         if one is None:

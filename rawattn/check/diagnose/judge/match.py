@@ -2,9 +2,8 @@
 
 Every stage (forward, backward, second, jvp) is judged on its own, at one precision after the
 other, the finest first: the right computation, then every bug of the catalogue, on all tensors of
-the stage or on some of them. What fits at a finer precision wins, so that a
-small bug is not taken for coarse rounding. Long, since one bug, and some for some tensors, are
-chosen from the same fits.
+the stage or on some of them. What fits at a finer precision wins: a small bug is not taken for
+coarse rounding. Long, since one bug, and some for some tensors, are chosen from the same fits.
 """
 
 import contextlib
@@ -147,8 +146,7 @@ def _is_wrong(question: Question, given: tuple[Floats, Floats]) -> bool:
 def rows_off(
     found: Floats, right: Floats, rows: np.ndarray, share: float, least: Floats | float = 0.0
 ) -> np.ndarray:
-    """Which of some rows are off by more than a share of their size, of that of all, and of
-    ``least``."""
+    """Which of some rows are off by more than a share of their size, that of all, and ``least``."""
     size = np.abs(np.where(np.isfinite(right), right, 0.0)).max(axis=2)
     typical = size[rows].mean() if rows.any() else 0.0
     with np.errstate(invalid="ignore"):
@@ -177,7 +175,10 @@ class Stage:
     """What a side says to one stage, what is right, and the fits, computed when asked for.
 
     asked: question, answers and stage. found: its arrays. rights: predictions without a bug, of
-    other sources. rows: those that can be judged.
+    other sources. rows: those that can be judged. From ``until`` on, by effort.spent(), only the
+    usual bugs are tried. hints: the bugs that other stages have; shown: classes of bugs that other
+    problems have; told: what was read of the function: nothing else is tried where these explain
+    everything and have a name. allows: whether a bug may be what was read.
     """
 
     def __init__(
@@ -210,6 +211,13 @@ class Stage:
         self.telling = {name for name in self.tensors if self._tells(name)}
         self.distances: dict[tuple[Prediction, str], float] = {}
         self.noisy: dict[tuple[Prediction, str], Answers] = {}  # by precision
+
+    def verdict(self) -> "StageVerdict | None":
+        """What is wrong with it; None where there is nothing of it."""
+        before = cuts()
+        if not self.tensors:
+            return None
+        return replace(_verdict(self, ladder(self.question.dtype)), cut=cuts() > before)
 
     def tiers(self, precision: Precision) -> Iterator[Sequence[Prediction]]:
         """What to try one after the other, each where those before explain too little."""
@@ -248,8 +256,7 @@ class Stage:
 
     @cached_property
     def every(self) -> list[Prediction]:
-        """Also with those that the answers tell, what was read by no rule, and with other inputs of
-        a backward pass."""
+        """Also those that answers tell, that no rule says, and of other inputs of a backward."""
         bugs = [bug for bug in self.read if not any(bug is one for one in self.hints)]
         for of in INFERRED if not over(self.until) else ():
             with _searching():
@@ -274,8 +281,7 @@ class Stage:
         return by_rows(name, self.found[name]), by_rows(name, guess.answers[name])
 
     def bad(self, name: str, share: float = 0.0) -> np.ndarray:
-        """Rows (tokens, heads) that are off by more than rounding, or a share, of their size, with
-        whatever out and lse."""
+        """Rows (tokens, heads) off by more than rounding, or a share, with whatever out and lse."""
         share = share or (2.0**-6 if self.found[name].dtype.itemsize == 2 else 1e-3)
         rows = bad = self.rows[name]
         for one in self.rights:
@@ -383,38 +389,13 @@ class StageVerdict:
 
     @property
     def left(self) -> tuple[int, int]:
-        """How much is not explained, and by how many bugs the rest is: one that is in all parts is
-        enough."""
+        """How much is not explained, and by how many bugs the rest; one in all parts is enough."""
         parts = [{*part} for part in self.parts.values()]
         return len(self.unexplained), 1 if parts and set.intersection(*parts) else len(parts)
 
 
 def good(fits: dict[str, Fit]) -> tuple[str, ...]:
     return tuple(name for name in fits if fits[name].good)
-
-
-def judge_stage(
-    question: Question,
-    answers: Answers,
-    stage: str,
-    *,
-    until: float = math.inf,
-    hints: Sequence[Bug] = (),
-    told: Sequence[Bug] = (),
-    shown: Collection[str] = (),
-    allows: Callable[[Bug], bool] = bool,
-) -> StageVerdict | None:
-    """What is wrong with a stage; None where there is nothing of it.
-
-    From ``until`` on, by effort.spent(), only the usual bugs are tried. hints: the bugs that
-    other stages have. shown: classes of bugs that other problems have; told: what was read of the
-    function: nothing else is tried where these explain everything and have a name. allows: whether
-    a bug may be what was read.
-    """
-    before, work = cuts(), Stage(question, answers, stage, until, hints, told, shown, allows)
-    if not work.tensors:
-        return None
-    return replace(_verdict(work, ladder(question.dtype)), cut=cuts() > before)
 
 
 def _verdict(work: Stage, steps: Sequence[Precision]) -> StageVerdict:

@@ -45,9 +45,8 @@ def options(
 
 
 def _read(question: Question, answers: Answers) -> np.ndarray | None:
-    """Which token sees which, (total_q, total_k), read off out, where all heads see the same
-    interval: no other one sums up to the numbers of all heads. None where that is not so, or they
-    see what the question says."""
+    """Which token sees which, (total_q, total_k), read off out, where all heads see one interval:
+    no other one sums up to their numbers. None where they do not, or as the question says."""
     q, k, v = (np.asarray(x, dtype=np.float64) for x in (question.q, question.k, question.v))
     if "out" not in answers or question.rare or len(q) * len(k) ** 2 > CELLS:
         return None

@@ -4,7 +4,7 @@ Copies, NaN, arrays that were exchanged, other results for an equal question: no
 gives these numbers, but their structure says enough. Long, one proof after the other.
 """
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from operator import itemgetter
 
 import numpy as np
@@ -54,13 +54,13 @@ def of_form(side: str, said: dict[str, str], bug: str) -> list[Finding]:
 # ---- numbers that say nothing of how they were made ---------------------------------------------
 
 
-def reference_of(question: Question, answers: Answers, given: Given) -> Answers:
-    """The right values of what there is, a backward pass given this out and lse."""
+def reference_of(question: Question, names: Collection[str], given: Given) -> Answers:
+    """The right values of these, a backward pass given this out and lse."""
     found: Answers = {}
     for stage in question.stages:
-        if any(name in answers for name in STAGES[stage]):
+        if not {*STAGES[stage]}.isdisjoint(names):
             found |= solve(question, stage, given=given)
-    return {name: found[name] for name in answers if name in found}
+    return {name: found[name] for name in names if name in found}
 
 
 def of_empty(question: Question, answers: Answers, side: str) -> tuple[list[Finding], Answers]:
@@ -152,8 +152,7 @@ RUNS = {  # by what a bug shows, though the results themselves are right
 
 
 def of_runs(side: str, runs: Sequence[Failed]) -> list[Finding]:
-    """Answers that are others when the same is asked again, or what differs in nothing that may
-    matter."""
+    """Answers that change when the same is asked again, or what differs in no way that matters."""
     found = []
     for bug, where, worst in runs:
         changes = f"{RUNS[bug]} changes them by up to {worst.value:.2g}"

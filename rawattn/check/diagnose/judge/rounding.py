@@ -91,8 +91,7 @@ def _stored(
 def _followed(
     verdict: StageVerdict, names: Sequence[str], how: Rounding, bugs: Iterable[Bug]
 ) -> Iterator[tuple[str, dict[str, tuple[float, float]]]]:
-    """Of each bug its form, and how the errors of tensors, beside those of ``how``, follow those
-    that it makes."""
+    """Of each bug its form, and how errors, beside those of ``how``, follow those that it makes."""
     found = {n: verdict.work.pair(n)[0][verdict.work.rows[n]] for n in names}
     null = _stored(verdict, names, how)
     for bug in bugs:
@@ -101,8 +100,7 @@ def _followed(
 
 
 def _follows(error: Floats, predicted: Floats) -> tuple[float, float]:
-    """The correlation of an error with a predicted one, and how large that is beside it; zeros
-    where there is none."""
+    """The correlation of an error with a predicted one, and the size of that beside it, or 0."""
     size, of = (float(np.sqrt(np.mean(x**2))) if x.size else 0.0 for x in (error, predicted))
     if not (0 < size < np.inf and 0 < of < np.inf) or np.count_nonzero(predicted) < FEW:
         return 0.0, 0.0
@@ -195,8 +193,7 @@ def in_16_bits(verdict: StageVerdict, side: str, tensors: Sequence[str]) -> list
 
 
 def _running(dtype: type, chunk: int, alone: bool) -> dict[str, Step]:
-    """Products whose long sums run in ``dtype``, ``chunk`` terms at a time; ``alone``: weights and
-    row sums are not rounded."""
+    """Products whose sums run in ``dtype``, by ``chunk`` terms; ``alone``: not P and row sums."""
     rounded = to_dtype(dtype)
     weighed = (lambda x: x) if alone else rounded
 

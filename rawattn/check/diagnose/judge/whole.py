@@ -28,10 +28,8 @@ def cost(question: Question, b: int) -> int:
 
 
 def cut(question: Question, answers: Answers) -> tuple[Question, Answers, str]:
-    """Some neighbouring sequences, as many as there is time for; and what was done, in words.
-
-    Of a single sequence that is too long, some key/value heads with their groups.
-    """
+    """Some neighbouring sequences, as many as there is time for; and what was done, in words. Of a
+    single sequence that is too long, some key/value heads with their groups."""
     costs = [cost(question, b) for b in range(question.batch)]
     if sum(costs) <= SCORES:
         return question, answers, ""

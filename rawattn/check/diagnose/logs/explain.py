@@ -26,8 +26,7 @@ OF_DS = ("delta-omitted", "delta-of-another-out", "softmax-backward-without-p", 
 
 
 def explain_log(text: str) -> Diagnosis:
-    """What the tensors that ``text`` prints prove. ValueError where nothing can be judged, or what
-    is printed cannot be read."""
+    """What the tensors that ``text`` prints prove. ValueError where none can be read or judged."""
     printed = read_log(text)
     pairs = paired(printed)
     sides = {p: side for pair in pairs for p, side in zip(pair.both, pair.sides, strict=True)}
@@ -68,8 +67,7 @@ def _vacuous(pairs: Sequence[Pair]) -> list[Finding]:
 
 
 def _merged(findings: Sequence[Finding]) -> list[Finding]:
-    """One finding for a side and bug, the surest first; none that is unknown beside a proof, which
-    explains its side."""
+    """One finding for a side and bug, the surest first; beside a proof none that is unknown."""
     proved = {one.side for one in findings if one.confidence == "proved"}
     known: dict[tuple[str, str, str], Finding] = {}
     for one in sorted(findings, key=lambda one: one.rank):

@@ -72,8 +72,7 @@ class Printed:
 
     @property
     def of_softmax(self) -> bool:
-        """Whether these are whole rows of dS or P; with numbers in it that no P has only the name
-        says P."""
+        """Whether these are whole rows of dS or P, with numbers that a P may have."""
         x = self.values
         part = {"tile", "block", "partial", "chunk", "slice", "sub"} & set(self.words)
         if part or not self.whole or x.size == 0 or x.ndim < 2 or not np.isfinite(x).all():

@@ -16,8 +16,7 @@ FORMAT = """<!doctype html>
 
 
 def page(diagnosis: Diagnosis, about: About = NOBODY, *, full: bool = True) -> str:
-    """What the terminal shows with ``--full``, as HTML text; to be written as UTF-8. full: what is
-    right beside it too."""
+    """What ``--full`` shows, as HTML text, to be written as UTF-8; ``full``: and what is right."""
     console = Console(record=True, width=WIDTH, file=StringIO(), legacy_windows=False)
     show(console, diagnosis, about, full=True)
     facts(console, diagnosis, full=full)

@@ -85,8 +85,7 @@ def short(finding: Finding, about: About, width: int, alone: bool) -> list[Text]
 def whole(
     finding: Finding, about: About, width: int, alone: bool, proofs: int = ALL, queries: int = 6
 ) -> list[Text]:
-    """A finding with so many proofs, each of which is cut where not all are told, and so many
-    queries in its picture."""
+    """A finding with so many proofs, cut where not all are told, and queries in its picture."""
     most = EACH if proofs < ALL else ALL
     kind, colour = HEADS.get(finding.bug, ("error", "bold red"))
     label = f"{kind}[{finding.bug}]: "
