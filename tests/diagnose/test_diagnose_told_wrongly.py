@@ -17,7 +17,7 @@ import pytest
 from rawattn.check import cli_diagnose
 from rawattn.check.candidate import Candidate
 from rawattn.check.cases import standard
-from rawattn.check.diagnose.engine.attention import NO_BUG, Bug, views_of
+from rawattn.check.diagnose.engine.attention import Bug, views_of
 from rawattn.check.diagnose.engine.question import STAGES, Answers, Question
 from rawattn.check.diagnose.findings import Diagnosis, Finding
 from rawattn.check.diagnose.judge import failures, match, whole
@@ -131,7 +131,7 @@ def test_keys_past_the_last_token_are_zeros(tile: int) -> None:
 def test_one_cause_beats_two() -> None:
     """6: what explains dq, dk and dv at once is told, and not one bug of dq and one of the rest."""
     question = packed((9, 12), causal=False)
-    right = match.predictions(question, {}, "backward", [NO_BUG])[0].answers
+    right = match.Stage(question, {}, "backward", np.inf).rights[0].answers
 
     def off(name: str, *tensors: str) -> Bug:
         back: Any = {"store": lambda question, x: x | {t: x[t][::-1] for t in tensors}}
@@ -142,8 +142,8 @@ def test_one_cause_beats_two() -> None:
     answers = one.store(question, right) if one.store else right
     answers = {name: answers[name] for name in ("dq", "dk", "dv")}
     work = match.Stage(question, answers, "backward", np.inf)
-    work.usual = match.predictions(question, answers, "backward", two)
-    whole = match.predictions(question, answers, "backward", [one])
+    work.usual = work.planted(two)
+    whole = work.planted([one])
     work.every = [*work.usual, *whole]
     verdict = match._verdict(work, match.ladder(question.dtype))
     assert {explained.name for explained in verdict.explained} == {"offsets-shifted"}

@@ -42,9 +42,8 @@ TERMS = {  # of a sum: the operand that is in no other term of it, the sites, th
     "P ddv of W": ("tV", ("W",), "v"),
     "dO ddv^T": ("tV", ("dout ddv^T",), "v"),
 }
-RESULTS: dict[
-    str, dict[str, tuple[str, ...]]
-] = {  # of a stage whole ones, and the steps that give them
+# of a stage whole results, and the steps that give them
+RESULTS: dict[str, dict[str, tuple[str, ...]]] = {
     "backward": {"dq and dk": ("dQ", "dK"), "dq": ("dQ",), "dk": ("dK",)},
     "jvp": {"E": ("tY",)},
     "second": {

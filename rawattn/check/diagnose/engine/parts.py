@@ -1,6 +1,6 @@
 """What a packed problem has by tokens, by which it is changed, and taken apart."""
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from operator import itemgetter
 from typing import Any
@@ -13,13 +13,6 @@ BY_TOKENS = {  # what a question has by rows of q and of k
     "k": ("k", "v", "tk", "tv"),
 }
 BY_HEADS = ("dlse", *BY_ROW)  # (num_heads_q, tokens)
-
-
-def sequences(question: Question) -> Iterator[tuple[slice, slice]]:
-    """Rows of q and rows of k of every sequence, empty ones too."""
-    bounds_q, bounds_k = (question.offsets(of).tolist() for of in "qk")
-    for b in range(question.batch):
-        yield slice(*bounds_q[b : b + 2]), slice(*bounds_k[b : b + 2])
 
 
 def by_tokens(

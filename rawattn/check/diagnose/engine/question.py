@@ -97,7 +97,7 @@ class Question:
         return None if self.out is None or self.lse is None else (self.out, self.lse)
 
     def given_to_backward(self, answers: Answers) -> tuple[Array, Array] | None:
-        """The same, most likely, of who gave ``answers``; None: the right ones are to be assumed."""
+        """The same, most likely, of who gave ``answers``; None where right ones must be assumed."""
         of_forward = (answers["out"], answers["lse"]) if {"out", "lse"} <= answers.keys() else None
         return of_forward if self.passed is None else self.passed
 
@@ -146,6 +146,10 @@ class Question:
     def offsets(self, of: str) -> np.ndarray:
         """Where the sequences begin, and the last one ends, of a side or a tensor."""
         return np.asarray(self.cu_seqlens_q if side_of(of) == "q" else self.cu_seqlens_k)
+
+    def span(self, of: str, b: int) -> slice:
+        """The rows of a sequence, of a side or a tensor."""
+        return slice(*self.offsets(of)[b : b + 2].tolist())
 
     def sequence_of(self, of: str) -> np.ndarray:
         """For every row of side "q" or "k", or of a tensor, its sequence, -1 past the last one."""

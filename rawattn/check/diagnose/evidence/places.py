@@ -11,10 +11,10 @@ from itertools import islice, product
 
 import numpy as np
 
-from rawattn.check.diagnose.engine.attention import sequences
+from rawattn.check.diagnose.engine.attention import sequences, solve
 from rawattn.check.diagnose.engine.lists import lists_of
 from rawattn.check.diagnose.engine.question import Question
-from rawattn.reference.dense import capped, dead_to_inf
+from rawattn.reference.dense import capped
 from rawattn.reference.selection import ABSENT, OWN
 
 Array = np.ndarray
@@ -306,17 +306,11 @@ class Right:
 
     @cached_property
     def lse(self) -> Array:
-        q = self.places.question
-        found = log_sum(np.where(self.places.rights, self.S, -np.inf))
-        if q.sinks is not None:
-            found = np.logaddexp(found, np.asarray(q.sinks, dtype=np.float64)[:, None])
-        return found
+        return solve(self.places.question, "forward")["lse"]
 
     @cached_property
     def out(self) -> Array:
-        q, S = self.places.question, np.where(self.places.rights, self.S, -np.inf)
-        v = q.v.astype(np.float64).swapaxes(0, 1).repeat(q.group, axis=0)
-        return np.asarray((np.exp(S - dead_to_inf(np, self.lse)[..., None]) @ v).swapaxes(0, 1))
+        return solve(self.places.question, "forward")["out"]
 
 
 @lru_cache(maxsize=8)

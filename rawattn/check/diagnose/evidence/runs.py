@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from rawattn.check.diagnose.engine.attention import Floats
-from rawattn.check.diagnose.engine.parts import LISTS, by_tokens, sequences
+from rawattn.check.diagnose.engine.parts import LISTS, by_tokens
 from rawattn.check.diagnose.engine.question import Answers, Question, by_rows, side_of
 from rawattn.check.diagnose.evidence.precision import eps_of, finite
 from rawattn.check.diagnose.evidence.structure import named
@@ -91,9 +91,9 @@ class Runs:
         q = self.question
         ulps = ULPS[q.dtype.itemsize] * eps_of(q.q)  # also of results in more bits
         tiny = np.sqrt(max((*q.lengths_q, *q.lengths_k))) * SMALLEST if q.dtype == np.float16 else 0
-        for b, spans in enumerate(sequences(q)):
+        for b in range(q.batch):
             for tensor, x in answers.items():
-                rows = spans["qk".index(side_of(tensor))]
+                rows = q.span(tensor, b)
                 now, before = x[rows], self.first[tensor][rows]
                 with np.errstate(invalid="ignore"):
                     off = np.abs(np.where(np.isfinite(before) & (now != before), now - before, 0))

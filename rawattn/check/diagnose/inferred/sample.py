@@ -70,8 +70,7 @@ class Sample:
 
     def _left(self, name: str, wanted: Floats, sequence: int) -> Floats:
         """What a prediction leaves of an answer of a sequence, relative to its size, by head."""
-        offsets = self.question.offsets(name)
-        rows = slice(int(offsets[sequence]), int(offsets[sequence + 1]))
+        rows = self.question.span(name, sequence)
         left = np.square(residual(self.found[name], wanted, rows)).sum(axis=(0, 2))
         if (name, sequence) not in self.sizes:
             size = np.square(finite(self.found[name][rows])).sum(axis=(0, 2))

@@ -20,7 +20,7 @@ import numpy as np
 
 from rawattn.check.diagnose.catalogue import first_order, second_order
 from rawattn.check.diagnose.catalogue.sparse import selection
-from rawattn.check.diagnose.engine.attention import NO_BUG, Bug, Floats, Given, solve
+from rawattn.check.diagnose.engine.attention import NO_BUG, Bug, Floats, Given, Passed, solve
 from rawattn.check.diagnose.engine.effort import cuts, over, spend
 from rawattn.check.diagnose.engine.question import STAGES, Answers, Question, by_rows
 from rawattn.check.diagnose.evidence.precision import (
@@ -102,45 +102,13 @@ def _searching() -> Iterator[None]:
         warnings.warn(text, SearchFailed, stacklevel=3)
 
 
-def predictions(
-    question: Question, answers: Answers, stage: str, bugs: Iterable[Bug]
-) -> list[Prediction]:
-    """What the stage gives with each bug that can be planted, given what it was given."""
-    given = None if stage in ("forward", "jvp") else question.given_to_backward(answers)
-    return [one for bug in bugs for one in _planted(question, stage, bug, given)]
-
-
-def _planted(question: Question, stage: str, bug: Bug, given: Given) -> Iterator[Prediction]:
-    """What the stage gives with a bug, if it can be planted."""
-    with _searching():
-        yield Prediction(bug, given, solve(question, stage, bug, given=given))
-
-
-def with_other_inputs(
-    question: Question, answers: Answers, stage: str, bugs: Iterable[Bug]
-) -> Iterator[Prediction]:
-    """Predictions of backward passes that made an out or an lse of their own."""
-    if stage in ("forward", "jvp"):
-        return
-    given = question.given_to_backward(answers)
-    wrong = given is not None and _is_wrong(question, given)
-    for bug in bugs:
-        if (bug is NO_BUG and given is not None) or (wrong and not _of_scores(bug)):
-            yield from _planted(question, stage, bug, None)
-        if _of_scores(bug) and "forward" in bug.stages:  # that had the same bug
-            for forward in _planted(question, "forward", bug, None):
-                of = forward.answers
-                yield from _planted(question, stage, bug, (of["out"], of["lse"]))
-
-
-def _is_wrong(question: Question, given: tuple[Floats, Floats]) -> bool:
+def _is_wrong(question: Question, given: Passed) -> bool:
     """Whether an out and lse are other numbers than the right ones, by more than rounding."""
-    right, most = solve(question, "forward"), 16 * eps_of(question.q)
-    return any(
-        relative_residual(by_rows(n, x), by_rows(n, right[n]), defined(question, n, right[n]))
-        > most
-        for n, x in zip(("out", "lse"), given, strict=True)
-    )
+    right, off = solve(question, "forward"), []
+    for name, x in zip(("out", "lse"), given, strict=True):
+        pair = by_rows(name, x), by_rows(name, right[name])
+        off.append(relative_residual(*pair, defined(question, name, right[name])))
+    return max(off) > 16 * eps_of(question.q)
 
 
 def rows_off(
@@ -193,6 +161,7 @@ class Stage:
         allows: Callable[[Bug], bool] = bool,
     ) -> None:
         self.question, self.answers, self.stage = self.asked = question, answers, stage
+        self.given = None if stage in ("forward", "jvp") else question.given_to_backward(answers)
         self.until, self.shown, self.allows = until, shown, allows
         self.hints = [bug for bug in hints if stage in bug.stages]
         self.read = [bug for bug in told if stage in bug.stages]
@@ -200,10 +169,9 @@ class Stage:
         self.told = [bug for bug in self.read if bug.see is None and bug.name not in LOOSE]
         self.found = {name: np.asarray(answers[name]) for name in STAGES[stage] if name in answers}
         self.rights = [
-            *predictions(*self.asked, RIGHT if stage == "second" else RIGHT[:1]),
-            *with_other_inputs(*self.asked, [NO_BUG]),
+            *self.planted(RIGHT if stage == "second" else RIGHT[:1]),
+            *self.with_other_inputs([NO_BUG]),
         ]
-        self.given = self.rights[0].given
         self.tensors = tuple(n for n in self.found if n in self.rights[0].answers)
         right = self.rights[-1].answers  # of the right out and lse: NaN comes from inputs alone
         self.rows = {n: defined(question, n, right[n]) & self._held(n) for n in self.tensors}
@@ -219,12 +187,33 @@ class Stage:
             return None
         return replace(_verdict(self, ladder(self.question.dtype)), cut=cuts() > before)
 
+    def planted(self, bugs: Iterable[Bug]) -> list[Prediction]:
+        """What the stage gives with each bug that can be planted, given what it was given."""
+        return [one for bug in bugs for one in self._planted(bug, self.given)]
+
+    def _planted(self, bug: Bug, given: Given, stage: str = "") -> Iterator[Prediction]:
+        with _searching():
+            found = solve(self.question, stage or self.stage, bug, given=given)
+            yield Prediction(bug, given, found)
+
+    def with_other_inputs(self, bugs: Iterable[Bug]) -> Iterator[Prediction]:
+        """Predictions of backward passes that made an out or an lse of their own."""
+        if self.stage in ("forward", "jvp"):
+            return
+        wrong = self.given is not None and _is_wrong(self.question, self.given)
+        for bug in bugs:
+            if (bug is NO_BUG and self.given is not None) or (wrong and not _of_scores(bug)):
+                yield from self._planted(bug, None)
+            if _of_scores(bug) and "forward" in bug.stages:  # that had the same bug
+                for forward in self._planted(bug, None, "forward"):
+                    yield from self._planted(bug, (forward.answers["out"], forward.answers["lse"]))
+
     def tiers(self, precision: Precision) -> Iterator[Sequence[Prediction]]:
         """What to try one after the other, each where those before explain too little."""
         first = [bug for bug in self.listed if bug.name in self.shown]
         for bugs in (first, self.told) if precision.name == self.finest.name else ():
             if bugs:
-                yield predictions(*self.asked, bugs)
+                yield self.planted(bugs)
         yield self.usual
         if self.of_terms:
             yield [*self.usual, *self.of_terms]
@@ -239,7 +228,7 @@ class Stage:
         """Predictions with each bug that is listed, that other stages have, or of one term."""
         bugs = [*self.listed, *self.hints]
         bugs += terms.single(*self.asked) if self.stage != "forward" else []
-        return predictions(*self.asked, bugs)
+        return self.planted(bugs)
 
     @cached_property
     def of_terms(self) -> list[Prediction]:
@@ -248,7 +237,7 @@ class Stage:
         if self.stage == "second" and (self.shown or not over(self.until)):
             with _searching():
                 found += terms.bugs(*self.asked)
-        return predictions(*self.asked, found)
+        return self.planted(found)
 
     @cached_property
     def listed(self) -> tuple[Bug, ...]:
@@ -262,9 +251,9 @@ class Stage:
             with _searching():
                 bugs += of.bugs(*self.asked)
         bugs = [bug for bug in bugs if self.stage in bug.stages]
-        found = [*self.usual, *self.of_terms, *predictions(*self.asked, bugs)]
-        found += with_other_inputs(*self.asked, bugs)
-        others = with_other_inputs(*self.asked, self.listed)
+        found = [*self.usual, *self.of_terms, *self.planted(bugs)]
+        found += self.with_other_inputs(bugs)
+        others = self.with_other_inputs(self.listed)
         return [*found, *itertools.takewhile(lambda _: not over(self.until), others)]
 
     def _held(self, name: str) -> np.ndarray:
