@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import lru_cache
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -220,11 +220,11 @@ def solve(
     effort = OF_A_VIEW * views + OF_A_SCORE * float(pairs.sum()) * question.num_heads_q
     effort *= OF_LISTS if question.sparse and planted.see is not None else 1
     spend(OF_A_CALL + (effort if only is None else effort / max(float(views), 1.0)))
-    given = _given(question, stage, given)
+    asked = Pass(question, stage, _given(question, stage, given), rounding)
     only = None if planted.store else only  # all may be moved
-    answers = _stage(question, stage, planted, False, rounding, given, only)
+    answers = _stage(asked, planted, only)
     if stage == "forward" and question.sliding is not None:
-        found = _stage(question, stage, planted, True, rounding, None, only)
+        found = _stage(asked._replace(sliding=True), planted, only)
         answers |= {f"sliding {name}": found[name] for name in ("out", "lse")}
     of_sinks = {name: answers.pop(name) for name in OF_SINKS if name in answers}
     answers = planted.store(question, answers) if planted.store else answers
@@ -233,7 +233,7 @@ def solve(
 
 def contexts(question: Question, stage: str, given: Given = None) -> list[Context]:
     """The views of a stage with the results of all its steps, and no bug in them."""
-    found, _ = _right(question, stage, False, NONE, _given(question, stage, given))
+    found, _ = _right(Pass(question, stage, _given(question, stage, given)))
     return [changed(c) for c in found]
 
 
@@ -244,54 +244,46 @@ def _given(question: Question, stage: str, given: Given) -> Same | None:
     return None if given is None else Same(given)
 
 
-def _stage(
-    question: Question,
-    stage: str,
-    bug: Bug,
-    sliding: bool,
-    rounding: Rounding,
-    given: Same | None,
-    only: Only | None,
-) -> Answers:
-    names = PROGRAMS[stage]
+class Pass(NamedTuple):
+    """One pass with the out and lse that it is given; ``sliding``: of the second branch."""
+
+    question: Question
+    stage: str
+    given: Same | None
+    rounding: Rounding = NONE
+    sliding: bool = False
+
+
+def _stage(asked: Pass, bug: Bug, only: Only | None) -> Answers:
+    names = PROGRAMS[asked.stage]
     if bug.see is not None:
-        views = tuple(v for v in views_of(question, sliding) if only is None or only(v))
-        seen = bug.see(question, views)
-        contexts: Iterable[Context] = (_context(question, v, rounding, given) for v in seen)
-        return _run(question, stage, contexts, names, bug, given)
-    contexts, answers = _right(question, stage, sliding, rounding, given)
+        views = tuple(v for v in views_of(asked.question, asked.sliding) if only is None or only(v))
+        contexts: Iterable[Context] = (_context(asked, v) for v in bug.see(asked.question, views))
+        return _run(asked, contexts, names, bug)
+    contexts, answers = _right(asked)
     replaced = [place for place, name in enumerate(names) if name in bug.steps]
     if not replaced:
         return dict(answers)
     here = (c for c in contexts if only is None or only(c.view))
     again = (changed(c) for c in here)  # all before the first one stays
-    return _run(question, stage, again, names[replaced[0] :], bug, given)
+    return _run(asked, again, names[replaced[0] :], bug)
 
 
 @lru_cache(maxsize=6)
-def _right(
-    question: Question, stage: str, sliding: bool, rounding: Rounding, given: Same | None
-) -> tuple[list[Context], Answers]:
+def _right(asked: Pass) -> tuple[list[Context], Answers]:
     """All views with the results of all steps, and what the stage gives, without a bug."""
-    contexts = [_context(question, view, rounding, given) for view in views_of(question, sliding)]
-    return contexts, _run(question, stage, contexts, PROGRAMS[stage], NO_BUG, given)
+    contexts = [_context(asked, view) for view in views_of(asked.question, asked.sliding)]
+    return contexts, _run(asked, contexts, PROGRAMS[asked.stage], NO_BUG)
 
 
-def _run(
-    question: Question,
-    stage: str,
-    contexts: Iterable[Context],
-    names: Sequence[str],
-    bug: Bug,
-    given: Same | None,
-) -> Answers:
-    answers = empty(question, stage)
-    if stage == "backward" and given is not None:
-        answers["delta"] = deltas(question, given).copy()
+def _run(asked: Pass, contexts: Iterable[Context], names: Sequence[str], bug: Bug) -> Answers:
+    answers = empty(asked.question, asked.stage)
+    if asked.stage == "backward" and asked.given is not None:
+        answers["delta"] = deltas(asked.question, asked.given).copy()
     with np.errstate(over="ignore", invalid="ignore"):
         for c in contexts:
             run_steps(c, names, bug)
-            for name, step in RESULTS[stage].items():
+            for name, step in RESULTS[asked.stage].items():
                 if name in answers:
                     _store(answers[name], name, getattr(c, step), c)
     return answers
@@ -306,7 +298,8 @@ def per_key(view: View, scale: Floats | None, elsewhere: float) -> Floats | floa
     return np.where(view.slot >= 0, found, elsewhere)
 
 
-def _context(question: Question, view: View, rounding: Rounding, given: Same | None) -> Context:
+def _context(asked: Pass, view: View) -> Context:
+    q, rounding, given = asked.question, asked.rounding, asked.given
     rows, heads = view.rows[None, :], view.heads[:, None]
 
     def of(x: Floats | None, at: tuple[Any, ...], none: float | None = 0.0) -> Any:
@@ -325,7 +318,6 @@ def _context(question: Question, view: View, rounding: Rounding, given: Same | N
             found[there] = x[view.keys[there], view.head_kv]
         return rounding.entry(found)
 
-    q = question
     c = SimpleNamespace(question=q, view=view, s=q.scale, W=view.weight)
     c.r, c.o = rounding.operation, rounding.operand
     c.Q, c.K, c.V = of_q(q.q), of_k(q.k, q.k), of_k(q.v, q.v)
