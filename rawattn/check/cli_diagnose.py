@@ -271,11 +271,9 @@ def _of_files(*files: Path) -> Diagnosis:
 
 
 def _of_side(name: str, saved: Saved, question: Question, identify: int) -> Diagnosis:
-    """The diagnosis of a file; what it lacks to be judged in full is a finding.
-
-    identify: as in Saved, of this file or of the other. A file of packed questions is judged by
-    the first of its sequences, with what the others tell of them.
-    """
+    """The diagnosis of a file; what it lacks to be judged in full is a finding. identify: as in
+    Saved, of this file or of the other. A file of packed questions is judged by the first of its
+    sequences, with what the others tell of them."""
     if identify:
         with refused(f"{saved.path}: "):
             here, answers, told = read_packed(question, saved.answers, identify)

@@ -11,11 +11,9 @@ NAMELESS = ("unknown", "vacuous", "rounding")  # findings that name no bug
 
 @dataclass(frozen=True)
 class Sight:
-    """Which queries see which keys, and how often, (queries, keys): as it must be, and as it is.
-
-    A part of one sequence and head, its queries and keys counted from the sequence's first one;
-    ``length`` is how many keys the sequence has: others are its neighbours', or rows of zeros.
-    """
+    """Which queries see which keys, and how often, (queries, keys): as it must be, and as it is. A
+    part of one sequence and head, its queries and keys counted from the sequence's first one;
+    ``length`` is how many keys the sequence has: others are its neighbours', or rows of zeros."""
 
     sequence: int
     head: int

@@ -87,11 +87,9 @@ class Same(tuple[Any, ...]):
 
 @dataclass(frozen=True)
 class View:
-    """``rows`` (n,) of q and ``keys`` (m,) of k and v; a key of -1 is a row of zeros.
-
-    weight (heads or 1, n, m): how often a query sees a key. slot, of the same shape: which
-    block_scale is its, -1 for none. selections: heads of block_indices; lists: what is walked.
-    """
+    """``rows`` (n,) of q and ``keys`` (m,) of k and v; a key of -1 is a row of zeros. weight (heads
+    or 1, n, m): how often a query sees a key. slot, of the same shape: which block_scale is its, -1
+    for none. selections: heads of block_indices; lists: what is walked."""
 
     sequence: int
     rows: np.ndarray
@@ -113,11 +111,9 @@ Only = Callable[[View], bool]
 
 @dataclass(frozen=True)
 class Bug:
-    """A bug of class ``name`` in one of its ``variant`` forms, planted in some stages.
-
-    look_at: where to look, if the form tells more than its class does. alike: bugs with equal ones
-    do the same to the sequence that they are tried on first.
-    """
+    """A bug of class ``name`` in one of its ``variant`` forms, planted in some stages. look_at:
+    where to look, if the form tells more than its class does. alike: bugs with equal ones do the
+    same to the sequence that they are tried on first."""
 
     name: str
     variant: str = ""
@@ -209,11 +205,9 @@ def solve(
     given: Given = None,
     only: Only | None = None,
 ) -> Answers:
-    """What a stage gives when ``bug`` is in it.
-
-    given: out and lse for the backward stages; those of the right forward by default. only: the
-    views whose results are wanted, the others' may be there or not.
-    """
+    """What a stage gives when ``bug`` is in it. given: out and lse for the backward stages; those
+    of the right forward by default. only: the views whose results are wanted, the others' may be
+    there or not."""
     planted = bug if stage in bug.stages else NO_BUG
     pairs = np.multiply(question.lengths_q, question.lengths_k)
     views = np.count_nonzero(pairs) * question.num_heads_kv

@@ -1,7 +1,5 @@
-"""Where queries and keys of a packed problem stand, and what may be said of a pair of them.
-
-Long by the table of features, which are all the words that there are for sets of pairs.
-"""
+"""Where queries and keys of a packed problem stand, and what may be said of a pair of them. Long by
+the table of features, which are all the words that there are for sets of pairs."""
 
 import re
 from collections.abc import Callable

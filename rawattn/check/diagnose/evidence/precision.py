@@ -100,10 +100,8 @@ def defined(question: Question, name: str, right: Floats) -> np.ndarray:
 
 
 def residual(found: Floats, wanted: Floats, rows: Rows) -> Floats:
-    """found - wanted in these rows, (rows, columns): inf where one is not finite and unlike.
-
-    A vector may hold NaN where inf was predicted: which of them comes out, the order of sums says.
-    """
+    """found - wanted in these rows, (rows, columns): inf where one is not finite and unlike. A
+    vector may hold NaN where inf was predicted: which of them comes out, the order of sums says."""
     a, b = found[rows], wanted[rows]
     with np.errstate(invalid="ignore"):
         difference = np.asarray(a - b)
@@ -169,10 +167,8 @@ def fit(
     rows: np.ndarray,
     went_in: Floats | float = 0.0,
 ) -> Fit:
-    """``found`` against the prediction ``wanted``, whose noise shows in ``rounded``.
-
-    went_in: ``sizes`` of the tensor's rows.
-    """
+    """``found`` against the prediction ``wanted``, whose noise shows in ``rounded``. went_in:
+    ``sizes`` of the tensor's rows."""
     a, b, c = (by_rows(name, x) for x in (found, wanted, rounded))
     difference = residual(a, b, rows)
     if not difference.size:

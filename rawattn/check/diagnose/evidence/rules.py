@@ -1,7 +1,5 @@
 """Which pairs of query and key a set holds, in words: up to three intervals of integer features.
-
-The set is found on one problem and must hold on a second one of other lengths.
-"""
+The set is found on one problem and must hold on a second one of other lengths."""
 
 import re
 from collections import Counter

@@ -34,10 +34,8 @@ class Part:
 
 @dataclass(frozen=True, eq=False)
 class Support:
-    """seen (num_heads_q, total_q, total_k) as it was read at ``places``.
-
-    whole: a rule for all that is seen, where that is one. second: where rules hold as well.
-    """
+    """seen (num_heads_q, total_q, total_k) as it was read at ``places``. whole: a rule for all that
+    is seen, where that is one. second: where rules hold as well."""
 
     places: Places
     seen: Array
@@ -93,10 +91,8 @@ class Support:
 
 
 def support_of(*read: tuple[Places, Array, Array]) -> Support:
-    """The difference from the mask in rules that hold on both problems that were ``read``.
-
-    Of each its places, seen as in Support, and known, like it: pairs that were read.
-    """
+    """The difference from the mask in rules that hold on both problems that were ``read``. Of each
+    its places, seen as in Support, and known, like it: pairs that were read."""
     parts: list[Part] = []
     (places, seen, _), (second, *_) = read
     for kind in KINDS:

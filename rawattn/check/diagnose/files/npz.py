@@ -33,10 +33,8 @@ ARRAYS = tuple(field.name for field in fields(Question) if field.name not in OPT
 @dataclass(frozen=True)
 class Saved:
     """What a file holds. ``inputs``: the arguments of its Question, as far as they are there.
-
     left_out: fields of a Question that it does not say. identify: of `rawattn-check dump`, how many
-    of its sequences are not the reader's questions; 0 where none are. matrices: intermediates.
-    """
+    of its sequences are not the reader's questions; 0 where none are. matrices: intermediates."""
 
     path: str
     inputs: dict[str, Any]

@@ -1,7 +1,5 @@
-"""Which fault of a comparison explains the wrong results that it lets pass.
-
-Long by the list of the faults.
-"""
+"""Which fault of a comparison explains the wrong results that it lets pass. Long by the list of the
+faults."""
 
 from collections.abc import Iterator, Sequence
 from typing import NamedTuple

@@ -44,11 +44,9 @@ def examine(
     dtypes: Sequence[str] = DTYPES,
     sizes: Sequence[float] = SIZES,
 ) -> Diagnosis:
-    """Feed ``compare`` arrays of ``framework`` and name what is wrong with it.
-
-    sizes: standard deviations of the data. The reference is float64 or of x's dtype, by which the
-    comparison refuses fewer right results.
-    """
+    """Feed ``compare`` arrays of ``framework`` and name what is wrong with it. sizes: standard
+    deviations of the data. The reference is float64 or of x's dtype, by which the comparison
+    refuses fewer right results."""
 
     def fed(of: Callable[..., list[Pair]], wide: bool) -> Iterator[Trial]:
         for dtype, size, shape in itertools.product(dtypes, sizes, SHAPES):

@@ -1,7 +1,5 @@
-"""Results of which a tile, or a head, holds others too: an accumulator that is not cleared.
-
-Which ones is read off: what is too much in a unit is a sum of right units, with whole factors.
-"""
+"""Results of which a tile, or a head, holds others too: an accumulator that is not cleared. Which
+ones is read off: what is too much in a unit is a sum of right units, with whole factors."""
 
 from collections.abc import Iterator
 from functools import partial

@@ -1,7 +1,5 @@
-"""One sequence, on which many bugs are tried at little cost.
-
-A bug that comes near there is worth a prediction of the whole; the others are never asked for.
-"""
+"""One sequence, on which many bugs are tried at little cost. A bug that comes near there is worth a
+prediction of the whole; the others are never asked for."""
 
 from collections.abc import Callable, Iterable
 

@@ -103,11 +103,9 @@ def explain_failure(
     until: float = math.inf,
     shown: frozenset[str] = frozenset(),
 ) -> Diagnosis:
-    """What is wrong with ``candidate``, which fails on ``case``.
-
-    The case itself is looked at where the small problem shows no bug that has a name, unless it is
-    ``until`` by effort.spent(). shown: as of Readings.
-    """
+    """What is wrong with ``candidate``, which fails on ``case``. The case itself is looked at where
+    the small problem shows no bug that has a name, unless it is ``until`` by effort.spent(). shown:
+    as of Readings."""
     look = partial(_asked, candidate, other=other, against=against)
     asked = question_of(candidate.fit(small(case)), clean=True)
     for clean in (True, False) if shown else ():  # what it is for others to agree, first
@@ -155,11 +153,9 @@ def small(case: Case) -> Case:
 
 
 def question_of(case: Case, seed: int = 0, *, clean: bool = False) -> Question:
-    """The inputs of ``case``; backward passes are given the reference's out and lse.
-
-    clean: without NaN in keys that are not in use, and without the traps of a sparse case: NaN in
-    what nobody sees, and strange padding.
-    """
+    """The inputs of ``case``; backward passes are given the reference's out and lse. clean: without
+    NaN in keys that are not in use, and without the traps of a sparse case: NaN in what nobody
+    sees, and strange padding."""
     expected = expect(case, seed)
     t = expected.tensors
     given: dict[str, Any] = {name: getattr(t, name) for name in (*ARRAYS, *OFFSETS)}

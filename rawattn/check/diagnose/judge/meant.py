@@ -1,7 +1,5 @@
-"""Which options would make a wrong answer right? Read off the numbers of it.
-
-Another mask, other offsets, another softmax_scale or D may be what was meant, where nobody said.
-"""
+"""Which options would make a wrong answer right? Read off the numbers of it. Another mask, other
+offsets, another softmax_scale or D may be what was meant, where nobody said."""
 
 from collections.abc import Collection, Iterator
 from dataclasses import replace

@@ -1,7 +1,5 @@
-"""Whose rounding is it? Errors that follow those of an intermediate, or of sums, in fewer bits.
-
-The slope to the right values is 1: such a computation is right, but coarser than it need be.
-"""
+"""Whose rounding is it? Errors that follow those of an intermediate, or of sums, in fewer bits. The
+slope to the right values is 1: such a computation is right, but coarser than it need be."""
 
 import itertools
 import math

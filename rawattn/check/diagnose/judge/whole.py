@@ -1,7 +1,5 @@
-"""A large problem: a part of it is computed hundreds of times, and all of its rows once.
-
-Of a bug that shows in the rest alone only the rows are known.
-"""
+"""A large problem: a part of it is computed hundreds of times, and all of its rows once. Of a bug
+that shows in the rest alone only the rows are known."""
 
 from collections.abc import Sequence
 from dataclasses import replace

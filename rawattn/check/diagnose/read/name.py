@@ -35,10 +35,8 @@ PLAIN = ("unknown", "wrong-keys", "score-bias", "score-scale")  # what was read 
 
 @dataclass(frozen=True, eq=False)
 class Readings:
-    """Of all stages that could be asked; ``facts``: why others were not, and what is right.
-
-    shown: classes of bugs that other problems have shown, to be tried before any others.
-    """
+    """Of all stages that could be asked; ``facts``: why others were not, and what is right. shown:
+    classes of bugs that other problems have shown, to be tried before any others."""
 
     of: tuple[Said, ...] = ()
     facts: tuple[str, ...] = ()
@@ -58,11 +56,9 @@ class Readings:
         return all(one.allows(bug) for one in self.of if one.stage == stage)
 
     def told(self, diagnosis: Diagnosis, side: str) -> Diagnosis:
-        """``diagnosis`` of the same function, with what was read of it.
-
-        What a bug of the catalogue explains keeps its name; what none does gets the words of the
-        reading, and is as sure as its planting made it.
-        """
+        """``diagnosis`` of the same function, with what was read of it. What a bug of the catalogue
+        explains keeps its name; what none does gets the words of the reading, and is as sure as its
+        planting made it."""
         findings = list(diagnosis.findings)
         for said in self.of:
             numbers = range(len(findings))
@@ -116,10 +112,8 @@ def _with(finding: Finding, said: Said) -> Finding:
 
 
 def read(question: Question, ask: Callable[[str], Ask | None]) -> Readings:
-    """What each stage that can be asked does, on problems like ``question``.
-
-    ``ask(stage)`` is None where the function has no such pass.
-    """
+    """What each stage that can be asked does, on problems like ``question``. ``ask(stage)`` is None
+    where the function has no such pass."""
     found: list[Said] = []
     facts: list[str] = []
     for stage in PASSES:

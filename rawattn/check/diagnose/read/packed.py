@@ -22,21 +22,17 @@ ADDED = 9  # tokens at most, to a sequence of the reader's second problem
 
 
 def packed(like: Question) -> Question:
-    """``like``, and behind its sequences those of what would be asked about it.
-
-    Raises Refused where it takes too many calls.
-    """
+    """``like``, and behind its sequences those of what would be asked about it. Raises Refused
+    where it takes too many calls."""
     return _joined([_plain(like), *_questions(_shorter(like))])
 
 
 def read_packed(
     question: Question, answers: Answers, batch: int
 ) -> tuple[Question, Answers, Readings]:
-    """The first ``batch`` sequences, what was answered to them, and what the others tell.
-
-    A backward pass that had the out and lse of a wrong forward pass tells nothing. Raises
-    ValueError where the other sequences are not those of ``packed``.
-    """
+    """The first ``batch`` sequences, what was answered to them, and what the others tell. A
+    backward pass that had the out and lse of a wrong forward pass tells nothing. Raises ValueError
+    where the other sequences are not those of ``packed``."""
     here, given = part(question, answers, 0, batch, PAST)
     told = read(_shorter(here), _asked(question, answers, here))
     for reading in told.of:  # of other lengths than those that are judged

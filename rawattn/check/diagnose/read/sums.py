@@ -1,7 +1,5 @@
-"""What weights are divided by, lse, and which head of v they are of.
-
-Long by what may be in a row's sum.
-"""
+"""What weights are divided by, lse, and which head of v they are of. Long by what may be in a row's
+sum."""
 
 from collections.abc import Callable, Iterator
 from functools import partial
