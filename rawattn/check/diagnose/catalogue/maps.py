@@ -104,9 +104,8 @@ class Map:
     def in_sequence(self, g: Geometry, b: int) -> bytes:
         """What it takes for a sequence's places: those that take the same have the same."""
         inside = slice(g.offsets[b], g.offsets[b + 1])
-        found = (
-            np.where((x < 0) | (x >= n), -1, x) for x, n in zip(self.of(g), g.shape, strict=True)
-        )
+        places = zip(self.of(g), g.shape, strict=True)
+        found = (np.where((x < 0) | (x >= n), -1, x) for x, n in places)
         return b"|".join((x[inside] if len(x) > 1 else x).tobytes() for x in found)
 
     def put(self, g: Geometry, x: Floats, nothing: float = 0.0) -> Floats:

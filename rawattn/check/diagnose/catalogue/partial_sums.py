@@ -137,29 +137,21 @@ def _exp(x: Floats) -> Floats:
 
 
 def _power(x: float) -> Way:
-    return lambda factors, row_sums: (factors**x, 1.0)
+    return lambda f, r: (f**x, 1.0)
 
 
 RESCALED = (("out",), ("row_sum",), ("out", "row_sum"))
-WAYS: dict[str, Way] = {
+WAYS: dict[str, Way] = {  # f: factors; r: row sums
     "not rescaled": _power(0),
-    "rescaled after the new tile is added": lambda factors, row_sums: (factors, factors),
-    "of weights beside the maximum before the tile": lambda factors, row_sums: (
-        (factors, 1 / factors)
-    ),
+    "rescaled after the new tile is added": lambda f, r: (f, f),
+    "of weights beside the maximum before the tile": lambda f, r: (f, 1 / f),
     "rescaled twice": _power(2),
     "by exp2 of natural units": _power(LN_2),
     "by exp of units of base 2": _power(1 / LN_2),
-    "of the last tile alone": lambda factors, row_sums: (0.0, 1.0),
-    "without the first rescale after a tile's own": lambda factors, row_sums: (
-        (factors, 1 / _next(factors))
-    ),
-    "not rescaled by the last tile": lambda factors, row_sums: (
-        (np.concatenate([factors[:-1], np.ones_like(factors[-1:])]), 1.0)
-    ),
-    "divided by the row sum at every tile": lambda factors, row_sums: (
-        (factors / row_sums, 1 / row_sums)
-    ),
+    "of the last tile alone": lambda f, r: (0.0, 1.0),
+    "without the first rescale after a tile's own": lambda f, r: (f, 1 / _next(f)),
+    "not rescaled by the last tile": lambda f, r: (np.append(f[:-1], np.ones_like(f[:1]), 0), 1.0),
+    "divided by the row sum at every tile": lambda f, r: (f / r, 1 / r),
 }
 
 

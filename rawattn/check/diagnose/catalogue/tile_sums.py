@@ -40,9 +40,7 @@ SUMS: dict[str, dict[str, tuple[str, ...]]] = {
     "gv": {"gV": ("tP",)},
     "gk and gv": {"gK": ("tdY", "dY"), "gV": ("tP",)},
 }
-OPERANDS = {
-    step: {operand for one in SUMS.values() for operand in one.get(step, ())} for step in RESULTS
-}
+OPERANDS = {step: {x for one in SUMS.values() for x in one.get(step, ())} for step in RESULTS}
 OF_QUERIES = ("dK", "dV", "gK", "gV")  # sums over these
 WORDS: dict[str, dict[str, str]] = {
     "backward": {},

@@ -194,9 +194,8 @@ class Places:
             part = partial(np.floor_divide, self.j, size * t)
             found[f"j // {t} // ceil(seqlen_k / {parts * t})"] = part
             whole = -(-self.m // t) // parts * parts
-            found[f"j // {t} - ceil(seqlen_k / {t}) // {parts} * {parts}"] = partial(
-                np.subtract, self.j // t, whole
-            )
+            name = f"j // {t} - ceil(seqlen_k / {t}) // {parts} * {parts}"
+            found[name] = partial(np.subtract, self.j // t, whole)
         return found
 
     def _of_tiles(self, t: int, of: str) -> dict[str, Callable[[], Array]]:
@@ -229,10 +228,8 @@ class Places:
             "(i + h)": i + h,
             "(i - h)": i - h,
         }
-        found: dict[str, Callable[[], Array]] = {
-            "h": lambda: h + 0 * i,
-            f"h % {g}": lambda: h % g + 0 * i,
-        }
+        found: dict[str, Callable[[], Array]] = {"h": lambda: h + 0 * i}
+        found[f"h % {g}"] = lambda: h % g + 0 * i
         for name, row in rows.items():
             found[f"j - {name}"] = partial(np.subtract, j, row)
             found[f"j - {name} - seqlen_k + seqlen_q"] = partial(np.subtract, j, row + m - n)

@@ -110,9 +110,8 @@ def _drawn(sight: Sight, queries: int) -> list[str]:
     for label, cells in rows:
         cells = [f"{cell:>{wide}}" for cell in cells]
         bar = [" |"] * (own < len(cells))  # before what follows the sequence's own keys
-        lines.append(
-            (f"{label:{wide + 6}}" + "".join(cells[:own] + bar + cells[own:])).rstrip(" |")
-        )
+        line = f"{label:{wide + 6}}" + "".join(cells[:own] + bar + cells[own:])
+        lines.append(line.rstrip(" |"))
     notes = list(_legend(sight, right, found))
     width = max(map(len, lines)) + 3
     notes += [""] * (len(lines) - len(notes))

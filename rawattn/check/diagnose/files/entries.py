@@ -174,7 +174,5 @@ def _floating(name: str, array: np.ndarray) -> np.ndarray:
     if array.dtype == BFLOAT16:
         return array
     if array.dtype.kind != "f" or array.dtype.itemsize > 8:
-        raise ValueError(
-            f"{name} has dtype {array.dtype}; it must be floating, or uint16, bits of bfloat16"
-        )
+        raise ValueError(f"{name} has dtype {array.dtype}; it must be floating, or uint16 bits")
     return array.astype(array.dtype.newbyteorder("="), copy=False)

@@ -7,9 +7,10 @@ from typing import Any
 
 import numpy as np
 
-from rawattn.check.diagnose.engine.attention import contexts, sequences, solve, views_of
+from rawattn.check.diagnose.engine.attention import contexts, sequences, solve
 from rawattn.check.diagnose.engine.question import Answers, Question
 from rawattn.check.diagnose.engine.steps import Floats, times
+from rawattn.check.diagnose.evidence.places import places_of
 
 STARTS, STEPS, STEP = (0.3, 1.0, 4.0), 9, 1e-4  # of Newton's method, for a scale
 CELLS = 2_000_000  # intervals of all rows that are tried
@@ -32,7 +33,7 @@ def options(
         return
     if (wanted := _read(question, answers)) is not None:
         for words, changes in (*_window(question, wanted), *_offsets(wanted)):
-            as_read = np.array_equal(_seen(replace(question, **changes)), wanted)
+            as_read = np.array_equal(places_of(replace(question, **changes)).right, wanted)
             if as_read and changes.keys() <= {*left_out}:
                 yield words, changes
                 return
@@ -64,7 +65,7 @@ def _read(question: Question, answers: Answers) -> np.ndarray | None:
         if off[first, stop] > NEAR[question.dtype.itemsize] * np.abs(values).max():
             return None
         found[row, first:stop] = True
-    return None if np.array_equal(found, _seen(question)) else found
+    return None if np.array_equal(found, places_of(question).right) else found
 
 
 def _intervals(x: Floats) -> Floats:
@@ -72,14 +73,6 @@ def _intervals(x: Floats) -> Floats:
     total = np.pad(np.cumsum(x, axis=1), ((0, 0), (1, 0)))
     sums = total[:, None] - total[:, :, None]
     return np.where(np.triu(np.ones(sums.shape[1:]), 1) > 0, sums, np.nan)
-
-
-def _seen(question: Question) -> np.ndarray:
-    """Which token sees which, (total_q, total_k), in all heads alike."""
-    found = np.zeros((len(question.q), len(question.k)), dtype=bool)
-    for view in views_of(question):
-        found[view.rows[:, None], view.keys] = view.weight[0] > 0
-    return found
 
 
 def _window(question: Question, wanted: np.ndarray) -> Iterator[Option]:

@@ -97,13 +97,11 @@ def _alike(x: np.ndarray, y: np.ndarray) -> bool:
     return x.shape == y.shape and np.allclose(x, y, equal_nan=True)
 
 
-def of_past(
-    of: Question | Case, answers: Answers, side: str, sure: str = "medium"
-) -> list[Finding]:
+def of_past(q: Question | Case, answers: Answers, side: str, sure: str = "medium") -> list[Finding]:
     """Rows behind the last sequence that are not 0."""
     said = {}
     for name in (n for names in STAGES.values() for n in names if n in answers):
-        x, sequence = answers[name], of.sequence_of(side_of(name))
+        x, sequence = answers[name], q.sequence_of(side_of(name))
         there = x[sequence < 0] if x.ndim > 2 and len(x) == len(sequence) else np.zeros(0)
         if there.any():
             number = f"{there[there != 0].flat[0]:.4g}"
@@ -168,11 +166,9 @@ def of_structure(verdict: StageVerdict, side: str) -> Finding:
     """What can be said of wrong tensors that no bug of the catalogue reproduces."""
     work, names = verdict.work, verdict.unexplained
     question, where = work.question, f"{verdict.stage}: {', '.join(names)}"
-    named = _rearranged(verdict) or _dead(verdict)
-    if named is not None:
+    if (named := _rearranged(verdict) or _dead(verdict)) is not None:
         bug, confidence, evidence, form = named
-        title = f"{CLASSES[bug].title}: {form}" if form else ""
-        return finding(side, bug, where, confidence, evidence, title=title)
+        return finding(side, bug, where, confidence, evidence, form=form)
     said = ["no known bug gives these numbers"]
     for name in names:
         nan = int(np.isnan(by_rows(name, work.found[name])).any(axis=2).sum())

@@ -1,7 +1,6 @@
 """What only a case itself shows, not a small problem of its kind: strides that are ignored, NaN
 that nobody must see, rows past the end that must stay 0."""
 
-from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -64,9 +63,7 @@ def _failing(candidate: Candidate, expected: Expected, **changes: Any) -> Result
     return {name: found[name] for name, of in there if of.judge(found[name]).verdict == "FAIL"}
 
 
-def _trapped(
-    inputs: Sequence[str], wrong: Results, trap: tuple[str, ...], side: str
-) -> list[Finding]:
+def _trapped(inputs: list[str], wrong: Results, trap: tuple[str, ...], side: str) -> list[Finding]:
     """What is told of inputs that do harm by what must not matter."""
     bug, sure, title, without, with_it, look_at = trap
     said = [f"right with all inputs {without}, wrong with {' or '.join(inputs)} {with_it}"]

@@ -29,9 +29,8 @@ def bugs(question: Question, different: Callable[[See], bool]) -> Iterator[Bug]:
     left_out = LEFT_OUT if np.any(scale != 1) else ()
     rows = [*GRADIENTS, *_shares(question), *left_out]
     heads = [*maps.heads(question)][:3]  # others are of groups
-    moving = [
-        by for by in (*heads, *maps.sequences(question)) if (by.moved(g, scale) != scale).any()
-    ]
+    every = (*heads, *maps.sequences(question))
+    moving = [by for by in every if (by.moved(g, scale) != scale).any()]
     rows += [_read(question, "block_scale", by) for by in moving]
     if question.tblock_scale is not None:
         of_heads = (by for by in moving if by.family == "heads")
