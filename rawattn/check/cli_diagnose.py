@@ -184,7 +184,10 @@ def dump_command(
     use_simulator()
     rare = [sizes.pop(name) for name in ("softcap", "sinks", "seqused")]
     identify = not (case or lengths or sequence is not None) if identify is None else identify
-    chosen = _standard_case(case) if case else _random_case(lengths or LENGTHS, **sizes)
+    known = [one for one in _standard() if case in (one.name, str(one))]
+    if case and not known:
+        raise click.UsageError(f"no standard case is called {case!r}; --list shows them")
+    chosen = known[0] if case else _random_case(lengths or LENGTHS, **sizes)
     chosen = small(chosen) if identify and case else chosen
     if any(rare) and isinstance(chosen, SparseCase):
         raise click.UsageError("block-sparse attention has no --softcap, --sinks or --seqused")
@@ -340,13 +343,6 @@ def _joined(pair: Pair, judged: dict[str, Diagnosis]) -> Diagnosis:
 
 def _standard() -> tuple[Case, ...]:
     return *standard("small"), *standard_sparse("small")
-
-
-def _standard_case(name: str) -> Case:
-    found = [case for case in _standard() if name in (case.name, str(case))]
-    if not found:
-        raise click.UsageError(f"no standard case is called {name!r}; --list shows them")
-    return found[0]
 
 
 def _random_case(lengths: tuple[int, ...], *, heads: int, num_selected: int, **sizes: Any) -> Case:

@@ -47,7 +47,8 @@ def of_scores(question: Question) -> Iterator[Bug]:
     yield Bug("statistics-misplaced", "an lse of 0, as if not written", BACKWARD, steps=without)
     for text, x in (("exp2(S - lse)", 1 / LOG2_E), ("exp(log2(e) (S - lse))", LOG2_E)):
         yield Bug("score-scale", f"P is {text}", BACKWARD, steps={"bP": partial(_power, x)})
-    yield Bug("not-normalised", "", FORWARD, steps={"O": _not_normalised})
+    undivided = {"O": lambda c: np.exp(c.S - row_max(c)[..., None]) @ c.V}
+    yield Bug("not-normalised", "", FORWARD, steps=undivided)
     yield Bug("no-max-subtraction", "in float32", FORWARD, steps={"softmax": _plain_exp})
     for step, a, b, stages in (("Y", "Q", "K", FIRST), ("dP", "dO", "V", BACKWARD)):
         width = (question.q if step == "Y" else question.v).shape[2]
@@ -78,10 +79,6 @@ def _read(lse: Lse, c: Context) -> Floats:
 
 def _power(x: float, c: Context) -> Floats:
     return np.asarray(c.r(np.exp(x * (c.S - dead_to_inf(np, c.L)[..., None]))))
-
-
-def _not_normalised(c: Context) -> Floats:
-    return np.asarray(np.exp(c.S - row_max(c)[..., None]) @ c.V)
 
 
 def _plain_exp(c: Context) -> tuple[Floats, Floats]:

@@ -13,6 +13,7 @@ from rawattn.check.diagnose.engine.steps import LOG2_E, STEPS, Context, Floats, 
 from rawattn.reference.dense import allowed
 
 DERIVED = ("backward", "second", "jvp")
+ALL = 1 << 40  # keys: more than there are
 Curve = Callable[[Floats, float], tuple[Floats, Floats]]  # other scores, and their derivative
 # what somebody makes of uncapped scores S with a number c, beside c tanh(S / c)
 CURVES: dict[str, Curve] = {
@@ -55,12 +56,13 @@ def bugs(question: Question) -> Iterator[Bug]:
         yield Bug("sinks-dropped", "in lse alone", FORWARD, steps={"L": L})
         yield Bug("sinks-dropped", "in out alone", FORWARD, steps={"P": P})
         text = "in lse of sequences without keys"
-        yield Bug("sinks-dropped", text, FORWARD, steps={"L": _unsunk})
+        unsunk = {"L": lambda c: np.where(c.S.shape[2] == 0, -np.inf, STEPS["L"](c))}
+        yield Bug("sinks-dropped", text, FORWARD, steps=unsunk)
         yield Bug("sinks-dropped", "own softmax", ("backward", "second"), steps={"bP": P} | P0)
         yield from _other_sinks(question)
     if question.seqused_k is not None:
-        yield Bug("seqused-ignored", "every key is seen", see=_every_key)
-        yield Bug("seqused-ignored", "one key too many is in use", see=_one_more)
+        yield Bug("seqused-ignored", "every key is seen", see=partial(_used, ALL))
+        yield Bug("seqused-ignored", "one key too many is in use", see=partial(_used, 1))
         if question.mask_window != (-1, -1):
             text = "the diagonal ends at the last of all keys"
             yield Bug("seqused-ignored", text, see=_at_all_keys)
@@ -70,10 +72,6 @@ def _bent_by(slope: Slope, c: Context) -> Floats:
     """dY with another slope."""
     cap = float(c.question.softcap)
     return np.asarray(c.G * slope(np.tanh(c.Y / cap), c.Y, cap) * c.dS)
-
-
-def _unsunk(c: Context) -> Floats:
-    return np.where(c.S.shape[2] == 0, -np.inf, STEPS["L"](c))
 
 
 def _other_sinks(question: Question) -> Iterator[Bug]:
@@ -105,13 +103,9 @@ def _with(sink: Step, c: Context) -> tuple[Floats, Floats]:
     return np.asarray(L), np.asarray(P)
 
 
-def _every_key(question: Question, views: tuple[View, ...]) -> Sequence[View]:
-    return views_of(replace(question, seqused_k=None))
-
-
-def _one_more(question: Question, views: tuple[View, ...]) -> Sequence[View]:
-    allotted = np.diff(question.cu_seqlens_k)
-    used = np.minimum(np.asarray(question.seqused_k) + 1, allotted)
+def _used(more: int, question: Question, views: tuple[View, ...]) -> Sequence[View]:
+    """So many more keys are in use, as far as there are."""
+    used = np.asarray(question.seqused_k).astype(np.int64) + more
     return views_of(replace(question, seqused_k=used))
 
 

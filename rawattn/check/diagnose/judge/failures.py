@@ -289,21 +289,21 @@ def _joined(title: str, found: Sequence[Kind]) -> Diagnosis:
             what = one.title if one.bug == "unknown" else ""
             said.setdefault((one.side, one.bug, what), []).append((one, kind))
 
+    tensors = {what: tensors_in(of[0][0].where) for what, of in said.items()}
+    fineness = {  # of the numbers of the cases that were looked at
+        what: max(DTYPES.index(cases[0].dtype) for _, (cases, _) in of) for what, of in said.items()
+    }
+
     def confidence(what: tuple[str, str, str]) -> int:
         """The best that a case has: less where one with finer numbers says something else of the
         same tensors, or this is shown once and others have no name for it."""
         best = min(one.rank for one, _ in said[what])
-        others = [
-            of
-            for (side, *_), of in said.items()
-            if of is not said[what]
-            and side == what[0]
-            and _tensors(of) & _tensors(said[what])
-            and (of[0][0].form is not None or of[0][0].bug in NAMELESS)
-        ]
-        if best and any(_fineness(of) > _fineness(said[what]) for of in others):
+        others = [one for one in said if one != what and one[0] == what[0]]
+        others = [one for one in others if tensors[one] & tensors[what]]
+        others = [x for x in others if said[x][0][0].form is not None or x[1] in NAMELESS]
+        if best and any(fineness[one] > fineness[what] for one in others):
             return CONFIDENCE.index("low")
-        nameless = any(of[0][0].bug in NAMELESS for of in others)
+        nameless = any(one[1] in NAMELESS for one in others)
         doubted = best == CONFIDENCE.index("high") and len(said[what]) == 1 and nameless
         return best + doubted
 
@@ -333,15 +333,6 @@ def _best(alike: Sequence[tuple[Finding, Kind]]) -> tuple[Finding, Kind]:
 
     best, kind = min(alike, key=merit)
     return best.worded(max(best.forms, key=lambda form: often[form], default="")), kind
-
-
-def _tensors(alike: Sequence[tuple[Finding, Kind]]) -> set[str]:
-    return tensors_in(alike[0][0].where)
-
-
-def _fineness(alike: Sequence[tuple[Finding, Kind]]) -> int:
-    """Of the numbers of the cases that were looked at."""
-    return max(DTYPES.index(cases[0].dtype) for _, (cases, _) in alike)
 
 
 def _named(diagnosis: Diagnosis) -> bool:

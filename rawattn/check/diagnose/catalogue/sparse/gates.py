@@ -49,20 +49,13 @@ def bugs(question: Question, different: Callable[[See], bool]) -> Iterator[Bug]:
 # ---- its gradient, and where it is left out ---------------------------------------------------
 
 
-def _one(c: Context) -> float:
-    return 1.0
-
-
-def _zeros(c: Context) -> Floats:
-    return np.zeros_like(c.P)
-
-
-NO_GRADIENT = {"dG": _zeros, "gG": _zeros}
+NO_GRADIENT: dict[str, Step] = dict.fromkeys(("dG", "gG"), lambda c: np.zeros_like(c.P))
 GATED, MOVED = ("S", "dY", "E", "tdY"), ("E", "tdY")  # what it, and what its direction multiplies
-S, DY, E, TDY = ({name: with_values(name, G=_one)} for name in GATED)
+S, DY, E, TDY = ({name: with_values(name, G=lambda c: 1.0)} for name in GATED)
 READ = {"block_scale": ("G", 1.0, GATED, ALL), "tblock_scale": ("tG", 0.0, MOVED, SECOND + JVP)}
 STILL_E, STILL_TDY = ({name: with_values(name, tG=lambda c: 0.0)} for name in MOVED)
-AS_IF_1 = S | DY | {name: with_values(name, G=_one, tG=lambda c: 0.0) for name in MOVED}
+NEITHER: dict[str, Step] = {"G": lambda c: 1.0, "tG": lambda c: 0.0}
+AS_IF_1 = S | DY | {name: with_values(name, **NEITHER) for name in MOVED}
 ON_OUT: dict[str, Step] = S | {
     "O": lambda c: c.r(times(c.o(c.G * c.P), c.V)),
     "dP": lambda c: c.r(c.G * c.r(times(c.dO, c.V.T))),
