@@ -236,11 +236,8 @@ def harness_command(compare: str, framework: str | None, dtypes: tuple[str, ...]
     it takes, such as tolerances, must have defaults.
     """
     with refused():
-        diagnosis = comparison.examine(
-            comparison.load_compare(compare),
-            framework or default_framework(),
-            dtypes=dtypes or comparison.DTYPES,
-        )
+        function, of = comparison.load_compare(compare), dtypes or comparison.DTYPES
+        diagnosis = comparison.examine(function, framework or default_framework(), dtypes=of)
     given = {"framework": framework, "dtype": dtypes}
     return diagnosis, terminal.About(again=_repeated("harness", compare, **given))
 

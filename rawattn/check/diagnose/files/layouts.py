@@ -4,23 +4,21 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from rawattn.check.diagnose.engine.question import BY_ROW, OF_SINKS
+from rawattn.check.diagnose.engine.question import BY_ROW, OF_SINKS, OF_SLOTS
 
 Arrays = dict[str, np.ndarray]
 LENGTHS = ("cu_seqlens_q", "cu_seqlens_k", "lengths_q", "lengths_k")
 OF_EACH = ("sinks", "tsinks", *OF_SINKS, "seqused_k")  # a number for each query head, or sequence
 LAYOUTS = ("thd", "bthd", "bhtd")  # b batch, t tokens, h heads, d head_dim
 HEADS_FIRST = (*BY_ROW, "dlse", "given lse")  # (num_heads_q, total_q)
+OF_BLOCKS = ("block_indices", "block_scale", "tblock_scale", *OF_SLOTS)
 # side of the rows, whose heads there may be, what the last axis is like ("": there is none)
 AXES: dict[str, tuple[str, str, str]] = {
     **dict.fromkeys(("q", "dq", "tq", "gq"), ("q", "q", "k")),
     **dict.fromkeys(("k", "dk", "tk", "gk"), ("k", "k", "k")),
     **dict.fromkeys(("v", "dv", "tv", "gv"), ("k", "k", "v")),
     **dict.fromkeys(HEADS_FIRST, ("q", "q", "")),
-    **dict.fromkeys(
-        ("block_indices", "block_scale", "tblock_scale", "dblock_scale", "gblock_scale"),
-        ("q", "qk", "any"),
-    ),
+    **dict.fromkeys(OF_BLOCKS, ("q", "qk", "any")),
     "block_counts": ("q", "qk", ""),
 }
 LIKE_OUT = ("q", "q", "v")

@@ -20,18 +20,20 @@ Units = np.ndarray  # (count, size): of each the rows, -1 for none
 def bugs(sample: Sample) -> Iterator[Bug]:
     """Of each wrong result the largest tiles of which that is so, or the heads."""
     for name in (n for n in sample.wrong if n not in BY_ROW and sample.found[n].ndim == 3):
-        there, truth = sample.sequences(name) >= 0, by_rows(name, sample.truth[name])
+        of, truth = sample.question.sequence_of(name), by_rows(name, sample.truth[name])
         for tile in (*TILES[::-1], 0):  # of 0 rows: heads
             axis = int(not tile)
             heads = np.arange(truth.shape[1])[:, None]
             units = _units(sample.question, name, tile) if tile else heads
             right, found, inside = (
-                _cut(np.where(there[:, None, None], x, 0.0).swapaxes(0, axis), units)
+                _cut(np.where(of[:, None, None] >= 0, x, 0.0).swapaxes(0, axis), units)
                 for x in (truth, sample.found[name], np.ones_like(truth))
             )
             held = _held(right, found - right, inside > 0)
             if held is not None:
-                sequence = sample.sequences(name)[units[:, 0]] if tile else 0 * heads[:, 0]
+                sequence = (
+                    sample.question.sequence_of(name)[units[:, 0]] if tile else 0 * heads[:, 0]
+                )
                 which = _which(held, sequence, np.asarray(right.any(axis=1)))
                 text = f"{name}: a {f'tile of {tile} rows' if tile else 'head'} holds {which} too"
                 bug = "unknown" if (held < 0).any() else "accumulator-not-reset"

@@ -68,7 +68,7 @@ def _constants(sample: Sample) -> Iterator[Bug]:
     """A tensor that is the right one times a number."""
     for name in sample.wrong:
         a, b = sample.found[name], by_rows(name, sample.truth[name])
-        inside = (sample.sequences(name) >= 0)[:, None, None]
+        inside = (sample.question.sequence_of(name) >= 0)[:, None, None]
         a, b = (np.where(np.isfinite(a * b) & inside, x, 0.0) for x in (a, b))
         factor = float((a * b).sum() / max((b * b).sum(), np.finfo(float).tiny))
         left = relative_residual(a, factor * b, WHOLE)
@@ -107,7 +107,7 @@ def _rearranged(sample: Sample) -> Iterator[Bug]:
 
 def _moved(sample: Sample, name: str, allowed: float) -> Iterator[Bug]:
     """Every head, token or row as that of the right result which it equals, in another order."""
-    inside = np.flatnonzero(sample.sequences(name) >= 0)
+    inside = np.flatnonzero(sample.question.sequence_of(name) >= 0)
     a, b = (x[inside] for x in (sample.found[name], by_rows(name, sample.truth[name])))
     if not (np.isfinite(a).all() and np.isfinite(b).all()):
         return
@@ -122,7 +122,7 @@ def _moved(sample: Sample, name: str, allowed: float) -> Iterator[Bug]:
         taken[of] = np.where(order[:, None] < 0, -1, of[order])
         there = taken >= 0
         by = (taken - rows.ravel())[there] / heads
-        sequence = np.repeat(sample.sequences(name)[inside], heads)[there]
+        sequence = np.repeat(sample.question.sequence_of(name)[inside], heads)[there]
         shifts = {*zip(sequence.tolist(), by.tolist(), strict=True)}
         shifted = len(shifts) == len(np.unique(sequence)) and all(x.is_integer() for _, x in shifts)
         count = np.count_nonzero(order - np.arange(len(order)))

@@ -123,11 +123,7 @@ class Sample:
             answers = solve(self.question, self.stage, bug, given=self.given)
         return self.of_all(name, answers[name])
 
-    def sequences(self, name: str) -> np.ndarray:
-        """For every row of an answer its sequence, -1 past the last one."""
-        return self.question.sequence_of(name)
-
     def of_all(self, name: str, wanted: Floats) -> float:
         """What a prediction leaves of all of an answer, not of the sample alone."""
-        inside = self.sequences(name) >= 0
+        inside = self.question.sequence_of(name) >= 0
         return relative_residual(self.found[name], by_rows(name, wanted), inside)

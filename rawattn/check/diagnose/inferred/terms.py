@@ -42,14 +42,10 @@ def bugs(question: Question, answers: Answers, stage: str) -> Iterator[Bug]:
         return
     first = bool({"ddout", "ddlse"} & sample.wrong.keys())
     words = f"in the {'first' if first else 'second'} pass alone"
-    others = [
-        one._replace(
-            text=f"{one.text}, {words},",
-            of=partial(_of_pass, one, first),
-            none=f"{one.none}, {words}",
-        )
-        for one in second_order.terms(question, stage)
-    ]
+    others = []
+    for one in second_order.terms(question, stage):
+        text, none = f"{one.text}, {words},", f"{one.none}, {words}"
+        others.append(one._replace(text=text, of=partial(_of_pass, one, first), none=none))
     yield from _alone(sample, others)
     yield from sample.near(_of_masks(question, first), MOST, spent() + EFFORT)
 
@@ -78,7 +74,7 @@ def _alone(sample: Sample, terms: Sequence[Term]) -> list[Bug]:
     for tensor, noise in sample.wrong.items():
         found, right = sample.found[tensor], by_rows(tensor, sample.truth[tensor])
         there = np.isfinite(found) & np.isfinite(right)
-        at = np.flatnonzero(there & (sample.sequences(tensor) >= 0)[:, None, None])
+        at = np.flatnonzero(there & (sample.question.sequence_of(tensor) >= 0)[:, None, None])
         at = at[:: max(1, len(at) // NUMBERS)]
         due, size = (found - right).ravel()[at], right.ravel()[at]
         allowed = max(float(noise**2 * (size @ size)), CLOSE**2 * float(due @ due))

@@ -34,7 +34,7 @@ def _constant(sample: Sample, name: str, of_out: Rows | bool) -> tuple[Rows, flo
     """Which rows (tokens, heads) are constant, and what they hold; a single number is no row, so
     that it must be 0, or in the rows ``of_out``."""
     x, wanted = sample.found[name], by_rows(name, sample.truth[name])
-    finite = np.isfinite(wanted).all(axis=2) & (sample.sequences(name) >= 0)[:, None]
+    finite = np.isfinite(wanted).all(axis=2) & (sample.question.sequence_of(name) >= 0)[:, None]
     if not finite.any() or not x.shape[2]:
         return None
     size = float(np.sqrt(np.mean(wanted[finite] ** 2)))

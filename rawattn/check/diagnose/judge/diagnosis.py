@@ -27,6 +27,7 @@ from rawattn.check.diagnose.judge.whole import SCORES, cut, of_all, run
 from rawattn.check.diagnose.read.name import UNREAD, Readings
 from rawattn.check.diff import FLOATING
 
+Call = Callable[[Question], Answers]
 WORDS = {
     "forward": "forward pass",
     "backward": "backward pass",
@@ -46,7 +47,7 @@ def diagnose(
     answers: Answers,
     *,
     side: str = "candidate",
-    call: Callable[[Question], Answers] | None = None,
+    call: Call | None = None,
     until: float | None = None,
     told: Readings = UNREAD,
 ) -> Diagnosis:
@@ -75,13 +76,8 @@ def diagnose(
         found = of_all(whole, _with_rows(given), side, found)
     else:
         found += proofs.of_sinks(question, given, side, found)
-    diagnosis = Diagnosis(
-        title=side,
-        findings=(*strange, *found),
-        judged=(side,),
-        facts=(sizes_of(whole), *([f"{side}: {fact}"] if fact else []), *facts),
-    )
-    return told.told(diagnosis, side)
+    facts = [sizes_of(whole), *([f"{side}: {fact}"] if fact else []), *facts]
+    return told.told(Diagnosis(side, (*strange, *found), (side,), tuple(facts)), side)
 
 
 def _numbers(question: Question, answers: Answers) -> tuple[int, int] | None:
@@ -140,12 +136,7 @@ def _few(lengths: Sequence[int]) -> str:
 
 
 def _judge(
-    question: Question,
-    answers: Answers,
-    side: str,
-    call: Callable[[Question], Answers] | None,
-    until: float,
-    told: Readings,
+    question: Question, answers: Answers, side: str, call: Call | None, until: float, told: Readings
 ) -> tuple[list[Finding], list[str]]:
     runs = None if call is None else Runs(question, call)
     races = [] if runs is None else [*runs.failing("race")]

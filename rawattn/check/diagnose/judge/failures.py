@@ -106,7 +106,7 @@ def explain_failure(
     """What is wrong with ``candidate``, which fails on ``case``. The case itself is looked at where
     the small problem shows no bug that has a name, unless it is ``until`` by effort.spent(). shown:
     as of Readings."""
-    look = partial(_asked, candidate, other=other, against=against)
+    look = partial(_asked, {SIDE: candidate} | ({} if other is None else {against: other}))
     asked = question_of(candidate.fit(small(case)), clean=True)
     for clean in (True, False) if shown else ():  # what it is for others to agree, first
         here = asked if clean else question_of(candidate.fit(case))
@@ -202,24 +202,16 @@ def reference_answers(question: Question) -> Answers:
 
 
 def _asked(
-    candidate: Candidate,
-    question: Question,
-    other: Candidate | None,
-    against: str,
-    until: float,
-    told: Readings,
+    sides: dict[str, Candidate], question: Question, *, until: float, told: Readings
 ) -> Diagnosis:
-    """Of what ``candidate``, of which this was told, and ``other``, if any, say to a question."""
+    """What is wrong with what all sides say to a question; ``told``: of the first one."""
     judged: dict[str, Diagnosis] = {}
-    for side, one in (SIDE, candidate), (against, other):
-        if one is None:
-            continue
+    for side, one in sides.items():
 
         def call(asked: Question, one: Candidate = one) -> Answers:
             return _as_due(asked, answers_of(one, asked))
 
         known: dict[str, Any] = {"told": told, "call": call} if side == SIDE else {}
-        known |= {"side": side, "until": until}
         try:
             answers = answers_of(one, question)
         except Unsupported as lack:
@@ -227,7 +219,7 @@ def _asked(
         except Exception as error:  # whatever a candidate throws is its result
             judged[side] = Diagnosis(one.name, (_raised(side, error, question),))
             continue
-        found = diagnose(question, _as_due(question, answers), **known)
+        found = diagnose(question, _as_due(question, answers), side=side, until=until, **known)
         strange = _of_dtypes(side, question, answers)
         judged[side] = replace(found, findings=(*strange, *found.findings))
     return of_sides(" against ".join(judged), judged)
@@ -368,10 +360,9 @@ def _expected(question: Question) -> Expected:
     direction = replace(q, tq=q.q, dout=np.zeros(0), sliding=None)
     shapes = {n: x.shape for stage in direction.stages for n, x in empty(direction, stage).items()}
     shapes |= {f"sliding {name}": shapes[name] for name in names}
-    targets = {}
+    targets, nowhere = {}, np.zeros(0, dtype=np.int64)
     for name, shape in shapes.items():
         zeros = np.broadcast_to(0.0, shape)
-        nowhere = np.zeros(0, dtype=np.int64)
         targets[name] = Target(zeros, zeros, _dtype(q, name), nowhere, (), None, 0, 1)
     inputs: dict[str, Any] = {n: getattr(q, n) for n in (*ARRAYS, *OFFSETS, *OPTIONAL)}
     for name in (*OFFSETS, "seqused_k"):

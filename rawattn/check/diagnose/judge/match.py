@@ -13,7 +13,7 @@ import warnings
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import ml_dtypes
 import numpy as np
@@ -109,18 +109,6 @@ def _is_wrong(question: Question, given: Passed) -> bool:
         pair = by_rows(name, x), by_rows(name, right[name])
         off.append(relative_residual(*pair, defined(question, name, right[name])))
     return max(off) > 16 * eps_of(question.q)
-
-
-def rows_off(
-    found: Floats, right: Floats, rows: np.ndarray, share: float, least: Floats | float = 0.0
-) -> np.ndarray:
-    """Which of some rows are off by more than a share of their size, that of all, and ``least``."""
-    size = np.abs(np.where(np.isfinite(right), right, 0.0)).max(axis=2)
-    typical = size[rows].mean() if rows.any() else 0.0
-    with np.errstate(invalid="ignore"):
-        off = np.where(found == right, 0.0, np.abs(found - right)).max(axis=2)
-    allowed = share * np.maximum(np.maximum(size, typical), least)
-    return np.asarray(rows & (np.nan_to_num(off, nan=np.inf) > allowed))
 
 
 class Explained(NamedTuple):
@@ -272,12 +260,22 @@ class Stage:
     def bad(self, name: str, share: float = 0.0) -> np.ndarray:
         """Rows (tokens, heads) off by more than rounding, or a share, with whatever out and lse."""
         share = share or (2.0**-6 if self.found[name].dtype.itemsize == 2 else 1e-3)
-        rows = bad = self.rows[name]
+        bad: np.ndarray = self.rows[name]
         for one in self.rights:
-            bad = bad & rows_off(*self.pair(name, one), rows, share)
+            bad = bad & self._off(name, one, share)
         if bad.any():  # those that cancel are judged by what went in
-            bad = bad & rows_off(*self.pair(name), rows, share, self.sizes.get(name, 0.0))
+            bad = bad & self._off(name, self.rights[0], share, self.sizes.get(name, 0.0))
         return bad
+
+    def _off(self, name: str, guess: Prediction, share: float, least: Any = 0.0) -> np.ndarray:
+        """Rows off by more than a share of their size, that of all, and ``least``."""
+        (found, right), rows = self.pair(name, guess), self.rows[name]
+        size = np.abs(np.where(np.isfinite(right), right, 0.0)).max(axis=2)
+        typical = size[rows].mean() if rows.any() else 0.0
+        with np.errstate(invalid="ignore"):
+            off = np.where(found == right, 0.0, np.abs(found - right)).max(axis=2)
+        allowed = share * np.maximum(np.maximum(size, typical), least)
+        return np.asarray(rows & (np.nan_to_num(off, nan=np.inf) > allowed))
 
     def _tells(self, name: str) -> bool:
         """Whether there are numbers in a tensor: zeros and NaN fit whatever makes zeros and NaN."""
@@ -314,10 +312,8 @@ class Stage:
             self.noisy[key] = solve(self.question, self.stage, guess.bug, given=given, rounding=how)
         spend(OF_A_FIT)
         pair = guess.answers[name], self.noisy[key][name]
-        found = fit(
-            *(self.question, name, self.found[name], *pair, precision.factor, self.rows[name]),
-            went_in=self.sizes.get(name, 0.0),
-        )
+        noise = precision.factor, self.rows[name], self.sizes.get(name, 0.0)
+        found = fit(self.question, name, self.found[name], *pair, *noise)
         # rows that cancel scatter more where operands are coarse
         coarse = precision.name != self.finest.name
         return found._replace(worst=found.worst / 2) if coarse else found

@@ -13,9 +13,7 @@ from rawattn.check.diagnose.catalogue.sparse import gates, walks
 from rawattn.check.diagnose.catalogue.sparse.lists import listed, misread, rows
 from rawattn.check.diagnose.catalogue.tiles import tiles
 from rawattn.check.diagnose.engine.attention import FORWARD, TILES, Bug, See, View, views_of
-from rawattn.check.diagnose.engine.question import STAGES, Question
-
-ALL = tuple(STAGES)
+from rawattn.check.diagnose.engine.question import Question
 
 
 @lru_cache(maxsize=1)
@@ -28,12 +26,12 @@ def _bugs(question: Question) -> Iterator[Bug]:
     different = _differing(question)
     for name, words, change in rows(question):
         if different(see := listed(change)):
-            yield Bug(name, words, ALL, see=see)
+            yield Bug(name, words, see=see)
     for own, where in ((False, "where it is selected"), (True, "where it is seen")):
         if different(see := partial(_completed, True, own)):
-            yield Bug("padded-keys", f"zeros, {where}", ALL, see=see)
+            yield Bug("padded-keys", f"zeros, {where}", see=see)
         if different(see := partial(_completed, False, own)):
-            yield Bug("neighbour-leak", f"up to the end of the last block, {where}", ALL, see=see)
+            yield Bug("neighbour-leak", f"up to the end of the last block, {where}", see=see)
     if question.block_scale is not None:
         yield from gates.bugs(question, different)
     if question.sliding is not None:
