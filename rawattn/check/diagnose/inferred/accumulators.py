@@ -31,9 +31,7 @@ def bugs(sample: Sample) -> Iterator[Bug]:
             )
             held = _held(right, found - right, inside > 0)
             if held is not None:
-                sequence = (
-                    sample.question.sequence_of(name)[units[:, 0]] if tile else 0 * heads[:, 0]
-                )
+                sequence = of[units[:, 0]] if tile else 0 * heads[:, 0]
                 which = _which(held, sequence, np.asarray(right.any(axis=1)))
                 text = f"{name}: a {f'tile of {tile} rows' if tile else 'head'} holds {which} too"
                 bug = "unknown" if (held < 0).any() else "accumulator-not-reset"
