@@ -28,13 +28,11 @@ class Sight:
 @dataclass(frozen=True)
 class Finding:
     """One thing that is wrong. ``bug`` is a class of ``classes``, or "unknown" or "vacuous".
-
     confidence: "proved" (an identity that needs no reference fails, and only so), "high" (the bug
     planted in the reference gives the same numbers down to rounding, and no other one does),
     "medium", "low". evidence: what says most first. ``alternatives`` are bugs that would look the
     same on this data. form: of the bug that was planted, None where none was; forms: those of its
-    class that look the same here. sight: whom the queries see with it. ``cases`` show it.
-    """
+    class that look the same here. sight: whom the queries see with it. ``cases`` show it."""
 
     side: str
     bug: str

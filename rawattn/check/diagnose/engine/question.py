@@ -27,14 +27,13 @@ WIDE = (*BY_ROW, *OF_SLOTS, *OF_SINKS)  # not of the dtype of q, but as exact as
 
 @dataclass(frozen=True, eq=False)
 class Question:
-    """One packed problem as NumPy arrays, with the names and shapes of rawattn's functions.
-
-    ``tq``, ``tk``, ``tv`` and ``tblock_scale`` are a direction: the tangents of ``jvp``, and what
+    """One packed problem as NumPy arrays, with the names and shapes of rawattn's functions. ``tq``,
+    ``tk``, ``tv`` and ``tblock_scale`` are a direction: the tangents of ``jvp``, and what
     ``double_backward`` calls ddq, ddk, ddv and ddblock_scale; ``tsinks`` is that of the sinks.
     ``out`` and ``lse`` are those that a backward pass was given; None where it used those of its
     own forward. With ``block_indices`` attention is block-sparse, ``own`` is include_own_block, and
-    ``sliding`` the window of the second branch. ``whole``: the pack that this is the beginning of.
-    """
+    ``sliding`` the window of the second branch. ``whole``: the pack that this is the beginning
+    of."""
 
     q: Array
     k: Array

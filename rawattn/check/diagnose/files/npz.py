@@ -126,13 +126,11 @@ class Pair:
 
 
 def load_two(one: str | Path, other: str | Path | None = None) -> Pair:
-    """Two files with what each is judged by, or one alone.
-
-    A file without q, k and v is read in the light of the other, and has all of its inputs. One that
-    has them takes over what it does not say where these are the same in both; but not dlse, nor
-    the out and lse that a backward pass was given, which without them were its own. ValueError
-    where a file has only some of its inputs, and they are not those of the other.
-    """
+    """Two files with what each is judged by, or one alone. A file without q, k and v is read in the
+    light of the other, and has all of its inputs. One that has them takes over what it does not say
+    where these are the same in both; but not dlse, nor the out and lse that a backward pass was
+    given, which without them were its own. ValueError where a file has only some of its inputs, and
+    they are not those of the other."""
     a = read(one)
     if other is None:
         return Pair((a,), (a.question,))

@@ -99,16 +99,13 @@ def _causes(due: Sequence[Trial]) -> dict[str, list[Trial]]:
     one_sided = {place for _, place in one_way}
 
     def cause(t: Trial) -> str:
-        shuffled, multiple = (
-            all((name, t.place) in passing for name in names) for names in (PLACES, MULTIPLES)
-        )
-        single = t.kind == "element"
+        there, single = {name for name, place in passing if place == t.place}, t.kind == "element"
         claims = {
             "harness-accepts-anything": blind,
             BY_KIND.get(t.kind, "none"): t.kind in BY_KIND,
             "harness-atol-only": t.place[0] in absolute,
-            "harness-magnitude-only": shuffled,
-            "harness-ignores-scale": multiple and t.kind in ("scaled", "part"),
+            "harness-magnitude-only": there >= {*PLACES},
+            "harness-ignores-scale": there >= {*MULTIPLES} and t.kind in ("scaled", "part"),
             "harness-passes-zeros": t.kind == "zeros",
             "harness-one-sided": (t.name, t.place) in one_way or (single and t.place in one_sided),
             "harness-averages": t.kind == "row" or (single and t.error >= noticed),

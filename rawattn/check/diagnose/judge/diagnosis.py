@@ -51,12 +51,9 @@ def diagnose(
     until: float | None = None,
     told: Readings = UNREAD,
 ) -> Diagnosis:
-    """What is wrong with ``answers`` to ``question``.
-
-    side: what to call whoever gave them. call: that function itself, to be asked again on other
-    inputs. until: by effort.spent(), EFFORT from now by default; from then on only the usual bugs
-    are tried. told: what was read off it.
-    """
+    """What is wrong with ``answers`` to ``question``. side: what to call whoever gave them. call:
+    that function itself, to be asked again on other inputs. until: by effort.spent(), EFFORT from
+    now by default; from then on only the usual bugs are tried. told: what was read off it."""
     until = spent() + EFFORT if until is None else until
     given, strange = _well_formed(question, answers, side)
     whole = question

@@ -50,12 +50,10 @@ def explain_failures(
     against: str = "reference",
     seconds: float = SECONDS,
 ) -> Diagnosis:
-    """What is wrong with ``candidate``, which fails on ``cases``: one diagnosis of them all.
-
-    Cases of the same small problem, but for its dtype, are of one kind; kinds are looked at until
-    enough of them say the same, but none begins after ``seconds``, counted as ``effort`` counts
-    them. ``other`` is what it was compared with, called ``against``; None is the reference.
-    """
+    """What is wrong with ``candidate``, which fails on ``cases``: one diagnosis of them all. Cases
+    of the same small problem, but for its dtype, are of one kind; kinds are looked at until enough
+    of them say the same, but none begins after ``seconds``, counted as ``effort`` counts them.
+    ``other`` is what it was compared with, called ``against``; None is the reference."""
     kinds: dict[Case, list[Case]] = {}
     for case in sorted(cases, key=_plainness):
         kinds.setdefault(replace(small(case), dtype=""), []).append(case)

@@ -128,14 +128,12 @@ class Explained(NamedTuple):
 
 
 class Stage:
-    """What a side says to one stage, what is right, and the fits, computed when asked for.
-
-    asked: question, answers and stage. found: its arrays. rights: predictions without a bug, of
-    other sources. rows: those that can be judged. From ``until`` on, by effort.spent(), only the
-    usual bugs are tried. hints: the bugs that other stages have; shown: classes of bugs that other
+    """What a side says to one stage, what is right, and the fits, computed when asked for. asked:
+    question, answers and stage. found: its arrays. rights: predictions without a bug, of other
+    sources. rows: those that can be judged. From ``until`` on, by effort.spent(), only the usual
+    bugs are tried. hints: the bugs that other stages have; shown: classes of bugs that other
     problems have; told: what was read of the function: nothing else is tried where these explain
-    everything and have a name. allows: whether a bug may be what was read.
-    """
+    everything and have a name. allows: whether a bug may be what was read."""
 
     def __init__(
         self,

@@ -81,13 +81,11 @@ def _merged(findings: Sequence[Finding]) -> list[Finding]:
 
 
 class Rows:
-    """The rows of one whole printed P, which sum to 1, or dS, which sum to 0.
-
-    wrong: rows whose sums are off that by more than ``allowed``. right: there are some, and none is
-    wrong. inside: sums over the keys that a causal mask allows. unmasked: the largest entry of the
-    other keys, 0 where that is what is printed. masked_delta: P of all keys with D of the masked
-    output, so that rows of dS sum to 0 over the causal keys alone.
-    """
+    """The rows of one whole printed P, which sum to 1, or dS, which sum to 0. wrong: rows whose
+    sums are off that by more than ``allowed``. right: there are some, and none is wrong. inside:
+    sums over the keys that a causal mask allows. unmasked: the largest entry of the other keys, 0
+    where that is what is printed. masked_delta: P of all keys with D of the masked output, so that
+    rows of dS sum to 0 over the causal keys alone."""
 
     def __init__(self, printed: Printed, side: str) -> None:
         self.name, self.side, self.x = printed.name, side, printed.values

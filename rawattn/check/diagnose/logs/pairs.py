@@ -25,13 +25,11 @@ def factor(a: Float64, b: Float64, a_unit: float = 0.0, b_unit: float = 0.0) -> 
 
 
 class Pair:
-    """Two tensors of one quantity of which the same entries are printed.
-
-    sides: whose they are. finite: entries that are numbers on both sides; the difference of others
-    is 0. size: the larger side's root mean square. digits: how far two prints of one number may lie
-    apart. alike: entries that are equal but for rounding, NaN and infinities among them. agrees:
-    whether rounding explains every difference.
-    """
+    """Two tensors of one quantity of which the same entries are printed. sides: whose they are.
+    finite: entries that are numbers on both sides; the difference of others is 0. size: the larger
+    side's root mean square. digits: how far two prints of one number may lie apart. alike: entries
+    that are equal but for rounding, NaN and infinities among them. agrees: whether rounding
+    explains every difference."""
 
     def __init__(self, a: Printed, b: Printed, sides: tuple[str, str]) -> None:
         self.a, self.both, self.sides = a, (a, b), sides

@@ -55,12 +55,10 @@ class Weights:
 
 @dataclass(frozen=True, eq=False)
 class Slopes:
-    """dS as dq or dk has it, and what it must be: all (num_heads_q, total_q, total_k).
-
-    S, L (the lse that was passed), dP: right ones of the calls in which it was read; D, the row
-    term; slope, the derivative of a softcap, or the gate of a block. asked: what each call was
-    about, and where in dS what it gave is.
-    """
+    """dS as dq or dk has it, and what it must be: all (num_heads_q, total_q, total_k). S, L (the
+    lse that was passed), dP: right ones of the calls in which it was read; D, the row term; slope,
+    the derivative of a softcap, or the gate of a block. asked: what each call was about, and where
+    in dS what it gave is."""
 
     dS: Array
     S: Array
