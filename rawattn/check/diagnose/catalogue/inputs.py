@@ -71,6 +71,7 @@ OF_PAIRS = {"tdS": ("tP", "P", "dP", "tdP"), "tO": ("tP", "P")}  # operands of m
 NAMES = ARRAYS | {"tK": "ddk", "tV": "ddv", "tQ": "ddq", "tO": "ddout"}
 NAMES |= {"P": "P", "dY": "dS", "tP": "P'", "tdY": "dS'", "D": "D", "w": "W"}
 NUMBERS = {"D": "delta", "w": "w"}
+Names, Bugs = set[str], Iterator[Bug]
 
 
 def candidates(
@@ -88,9 +89,7 @@ def candidates(
         yield from map(of_one_pass, others)
 
 
-def _candidates(
-    question: Question, stage: str, wrong: set[str], right: set[str], b: int
-) -> Iterator[Bug]:
+def _candidates(question: Question, stage: str, wrong: Names, right: Names, b: int) -> Bugs:
     if stage == "backward" and len({name == "dq" for name in wrong}) == 1:
         right -= {"dk", "dv"} if "dq" in wrong else {"dq"}  # of another kernel
     if not {"out", "dv", "gv", "tout"} & right:
@@ -100,9 +99,7 @@ def _candidates(
         yield from _operands(question, stage, wrong, right, b)
 
 
-def _read(
-    question: Question, stage: str, wrong: set[str], right: set[str], b: int
-) -> Iterator[Bug]:
+def _read(question: Question, stage: str, wrong: Names, right: Names, b: int) -> Bugs:
     """Arrays that are read by a map, all of a stage: alone, or with others of their layout."""
     by_kind = {kind: maps.families(question, kind) for kind in (False, True)}
     sets = [*TOGETHER, *(GOING_BACK if stage in ("backward", "second") else ())]
@@ -124,9 +121,7 @@ def _read(
             yield Bug(kind, text, (stage,), steps=steps, alike=alike)
 
 
-def _operands(
-    question: Question, stage: str, wrong: set[str], right: set[str], b: int
-) -> Iterator[Bug]:
+def _operands(question: Question, stage: str, wrong: Names, right: Names, b: int) -> Bugs:
     """One product that takes an operand by a map, or another one."""
     beyond = stage in ("second", "jvp")
     of_rows = list(maps.rows(question, TILES[0] if beyond else 1))

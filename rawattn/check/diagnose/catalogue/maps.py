@@ -241,11 +241,8 @@ def origins(question: Question) -> dict[str, Origin]:
     for (words, of_tile), t in itertools.product(OF_TILES.items(), sizes):
         found[words.format(t)] = of_tile(t)
     sides = [geometry(question, name) for name in "qk"] if question.batch > 1 else []
-    return {
-        words: origin
-        for words, origin in found.items()
-        if any((origin(g) != g.offsets[:-1]).any() for g in sides)
-    }
+    others = [x for x, of in found.items() if any((of(g) != g.offsets[:-1]).any() for g in sides)]
+    return {words: found[words] for words in others}
 
 
 def _of_others(other: Origin, g: Geometry) -> Ints:

@@ -193,10 +193,9 @@ def terms(question: Question, stage: str) -> Iterator[Term]:
 
 
 def _of_directions(some: Sequence[str], factor: float) -> dict[str, Step]:
-    return at(
-        [site for name in some for site in DIRECTIONS[name][1]],
-        **{DIRECTIONS[name][0]: _times(DIRECTIONS[name][0], factor) for name in some},
-    )
+    named = [DIRECTIONS[name] for name in some]
+    sites = [site for _, sites in named for site in sites]
+    return at(sites, **{name: _times(name, factor) for name, _ in named})
 
 
 def _made(steps: Sequence[str], factor: float) -> dict[str, Step]:

@@ -11,7 +11,7 @@ import numpy as np
 from rawattn.check.diagnose.catalogue import inputs, maps
 from rawattn.check.diagnose.catalogue.masks import Window, bounds
 from rawattn.check.diagnose.catalogue.reading import taken
-from rawattn.check.diagnose.engine.attention import BACKWARD, FIRST, TILES, Bug, View
+from rawattn.check.diagnose.engine.attention import BACKWARD, FIRST, TILES, Bug, View, Views
 from rawattn.check.diagnose.engine.question import Answers, Question
 from rawattn.check.diagnose.engine.steps import STEPS, Context, Floats, changed
 from rawattn.reference.dense import allowed
@@ -71,9 +71,7 @@ def _of_sequences(question: Question, stage: str) -> Iterator[Bug]:
         yield Bug("offsets-shifted", text, BACKWARD, see, store=_all)
 
 
-def _keys_of(
-    starts: Ints, lengths: Ints, question: Question, views: tuple[View, ...]
-) -> Sequence[View]:
+def _keys_of(starts: Ints, lengths: Ints, question: Question, views: Views) -> Sequence[View]:
     """So many keys from these rows on for every sequence; what lies outside is nothing."""
     found = []
     for view in views:
@@ -99,7 +97,7 @@ def _of_tails(question: Question) -> Iterator[Bug]:
 
 
 def _owned(
-    tile: int, order: Callable[[Ints], Ints], question: Question, views: tuple[View, ...]
+    tile: int, order: Callable[[Ints], Ints], question: Question, views: Views
 ) -> Sequence[View]:
     """Views with the rest of their last tile, of which the last one in an ``order`` overwrites."""
     starts, lengths = np.asarray(question.cu_seqlens_q)[:-1], np.array(question.lengths_q)

@@ -12,7 +12,7 @@ import numpy as np
 
 from rawattn.check.diagnose.engine.attention import TILES, Bug
 from rawattn.check.diagnose.engine.question import Question
-from rawattn.check.diagnose.engine.steps import STEPS, Context, Floats, Step, changed
+from rawattn.check.diagnose.engine.steps import STEPS, Context, Floats, changed
 
 # of the place of a tile in a loop over so many: how often it counts
 Factor = Callable[[Context, np.ndarray, int], Floats | np.ndarray]
@@ -69,9 +69,7 @@ def candidates(question: Question, stage: str, wrong: Collection[str]) -> Iterat
     sizes = [tile for tile in TILES[::-1] if tile < longest and stage in WORDS]
     for (said, terms), tile in product(sums, sizes):
         for name, words, weights in _weights(question, tile):
-            steps: dict[str, Step] = {
-                step: partial(_summed, step, operands, weights) for step, operands in terms.items()
-            }
+            steps = {x: partial(_summed, x, operands, weights) for x, operands in terms.items()}
             text = f"{said.format(**WORDS[stage])}: {words}, tile of {tile}"
             yield Bug(name, text, (stage,), steps=steps)
 

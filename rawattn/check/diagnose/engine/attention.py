@@ -104,7 +104,8 @@ class View:
 
 Passed = tuple[Floats, Floats]  # out and lse, to a backward pass
 Given = Passed | None
-See = Callable[[Question, tuple[View, ...]], Sequence[View]]
+Views = tuple[View, ...]
+See = Callable[[Question, Views], Sequence[View]]
 Store = Callable[[Question, Answers], Answers]
 Only = Callable[[View], bool]
 

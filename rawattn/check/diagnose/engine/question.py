@@ -134,12 +134,8 @@ class Question:
         """The stages that there are inputs for."""
         direction = (self.tq, self.tk, self.tv, self.tblock_scale, self.tsinks)
         moved = any(part is not None for part in direction)
-        there = {
-            "forward": True,
-            "backward": self.dout is not None,
-            "second": self.dout is not None and moved,
-            "jvp": moved,
-        }
+        second = self.dout is not None and moved
+        there = {"forward": True, "backward": self.dout is not None, "second": second, "jvp": moved}
         return tuple(stage for stage in STAGES if there[stage])
 
     def offsets(self, of: str) -> np.ndarray:

@@ -81,8 +81,8 @@ STEPS: dict[str, Step] = {
     "P0": _sunk(lambda c: np.exp(c.sink - dead_to_inf(np, c.L))),
     "dY": lambda c: c.r(c.G * c.cap[1] * c.dS),
     "dQ": lambda c: c.r(c.s * c.r(times(c.o(c.dY), c.K))),
-    "dK": lambda c: c.s * c.r(c.o(c.dY).swapaxes(1, 2) @ c.Q),
-    "dV": lambda c: c.r(c.o(c.P).swapaxes(1, 2) @ c.dO),
+    "dK": lambda c: c.s * c.r(c.o(c.dY).mT @ c.Q),
+    "dV": lambda c: c.r(c.o(c.P).mT @ c.dO),
     "sum_heads": lambda c: lambda x: c.r(x.sum(axis=0)),
     "dG": lambda c: c.dS * c.Y,
     "dsink": _sunk(lambda c: -(c.P0 * c.D).sum(axis=-1)),
@@ -99,10 +99,8 @@ STEPS: dict[str, Step] = {
     "tdS": lambda c: c.r(c.r(c.tP * (c.dP - c.D[..., None])) + c.r(c.P * (c.tdP - c.w[..., None]))),
     "tdY": _tdY,
     "gQ": lambda c: c.r(c.s * c.r(c.r(times(c.o(c.tdY), c.K)) + c.r(times(c.o(c.dY), c.tK)))),
-    "gK": lambda c: (
-        c.s * c.r(c.r(c.o(c.tdY).swapaxes(1, 2) @ c.Q) + c.r(c.o(c.dY).swapaxes(1, 2) @ c.tQ))
-    ),
-    "gV": lambda c: c.r(c.o(c.tP).swapaxes(1, 2) @ c.dO),
+    "gK": lambda c: c.s * c.r(c.r(c.o(c.tdY).mT @ c.Q) + c.r(c.o(c.dY).mT @ c.tQ)),
+    "gV": lambda c: c.r(c.o(c.tP).mT @ c.dO),
     "gG": lambda c: c.tdS * c.Y + c.dS * c.tY,
     "gsink": _sunk(lambda c: -(c.P0 * ((c.tsink - c.e) * c.D + c.w)).sum(axis=-1)),
 }

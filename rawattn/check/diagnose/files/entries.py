@@ -93,10 +93,7 @@ def named(raw: Arrays, notes: list[str]) -> Arrays:
         name = _plain(entry)
         meant = _MEANT.get(name)
         if name in FOREIGN and np.any(np.asarray(array, dtype=np.float64)):
-            raise ValueError(
-                f"{entry} is not 0: there is no reference for attention with it. Save a run "
-                "without it, and leave the entry out"
-            )
+            raise ValueError(f"{entry} is not 0: there is no reference for that; leave it out")
         if meant is None:
             notes.append(f"{entry} is not read: the name means nothing here")
         elif meant in found and not np.array_equal(found[meant], array):

@@ -86,16 +86,10 @@ def _causes(due: Sequence[Trial]) -> dict[str, list[Trial]]:
     noticed = min([1.0, *(t.error for t in held if t.kind == "scaled" and t.name not in names)])
     blind = all(t.kind in BY_KIND for t in held)
     top = max((t.place[1] for t in due), default=0.0)
-    absolute = {
-        dtype
-        for name, (dtype, _, axes) in passing
-        if name.startswith("x = ") and (name, (dtype, top, axes)) in refused
-    }
-    one_way = {
-        (name, place)
-        for name, place in passing
-        if name.startswith("every") and (name.translate(OTHER_SIGN), place) in refused
-    }
+    scaled = [one for one in passing if one[0].startswith("x = ")]
+    absolute = {d for name, (d, _, axes) in scaled if (name, (d, top, axes)) in refused}
+    every = [one for one in passing if one[0].startswith("every")]
+    one_way = {(name, at) for name, at in every if (name.translate(OTHER_SIGN), at) in refused}
     one_sided = {place for _, place in one_way}
 
     def cause(t: Trial) -> str:

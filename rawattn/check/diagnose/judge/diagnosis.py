@@ -24,16 +24,11 @@ from rawattn.check.diagnose.findings import NAMELESS, Diagnosis, Finding
 from rawattn.check.diagnose.judge import proofs, rounding
 from rawattn.check.diagnose.judge.match import GENERIC, LOOSE, Explained, Stage, StageVerdict
 from rawattn.check.diagnose.judge.whole import SCORES, cut, of_all, run
-from rawattn.check.diagnose.read.name import UNREAD, Readings
+from rawattn.check.diagnose.read.name import PASSES, UNREAD, Readings
 from rawattn.check.diff import FLOATING
 
 Call = Callable[[Question], Answers]
-WORDS = {
-    "forward": "forward pass",
-    "backward": "backward pass",
-    "second": "double backward",
-    "jvp": "forward-mode derivative",
-}
+WORDS = PASSES | {"second": "double backward", "jvp": "forward-mode derivative"}
 EFFORT = 6000.0  # units, after which nothing but the usual bugs is tried
 CUT = "the search was cut short: not all bugs were tried"
 SENTENCES = ("dS ", "dv is", "the slope ", "the heads ", "pairs ")  # forms that tell all

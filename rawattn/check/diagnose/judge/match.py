@@ -154,10 +154,8 @@ class Stage:
         # masks are told by listed ones in fewer words
         self.told = [bug for bug in self.read if bug.see is None and bug.name not in LOOSE]
         self.found = {name: np.asarray(answers[name]) for name in STAGES[stage] if name in answers}
-        self.rights = [
-            *self.planted(RIGHT if stage == "second" else RIGHT[:1]),
-            *self.with_other_inputs([NO_BUG]),
-        ]
+        right_ones = self.planted(RIGHT if stage == "second" else RIGHT[:1])
+        self.rights = [*right_ones, *self.with_other_inputs([NO_BUG])]
         self.tensors = tuple(n for n in self.found if n in self.rights[0].answers)
         right = self.rights[-1].answers  # of the right out and lse: NaN comes from inputs alone
         self.rows = {n: defined(question, n, right[n]) & self._held(n) for n in self.tensors}

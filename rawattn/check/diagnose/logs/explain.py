@@ -146,10 +146,7 @@ def _rows(pair: Pair, rows: Sequence[Rows], causal: bool | None) -> Finding | No
         if own.must or not one_sign or bool(own.unmasked) != bool(right.unmasked):
             evidence = dict.fromkeys((*own.finding.evidence, *said))
             return replace(own.finding, evidence=tuple(evidence))
-        said.append(
-            "the difference of the two sides has one sign in each row, so it is P times a number "
-            "of that row: P agrees, D does not"
-        )
+        said.append("of one sign in each row, they differ by P times a number: by D, not by P")
         others = ("delta-of-another-out", "lse-gradient-dropped")
         return finding(own.side, "delta-omitted", own.name, "medium", said, others)
     if own.wrong.any() or right.unmasked or not own.unmasked or causal is False:

@@ -12,7 +12,7 @@ from rawattn.check.diagnose.catalogue.masks import windows
 from rawattn.check.diagnose.catalogue.sparse import gates, walks
 from rawattn.check.diagnose.catalogue.sparse.lists import listed, misread, rows
 from rawattn.check.diagnose.catalogue.tiles import tiles
-from rawattn.check.diagnose.engine.attention import FORWARD, TILES, Bug, See, View, views_of
+from rawattn.check.diagnose.engine.attention import FORWARD, TILES, Bug, See, View, Views, views_of
 from rawattn.check.diagnose.engine.question import Question
 
 
@@ -68,9 +68,7 @@ def _differing(question: Question) -> Callable[[See], bool]:
     return different
 
 
-def _completed(
-    zeros: bool, own: bool, question: Question, views: tuple[View, ...]
-) -> Sequence[View]:
+def _completed(zeros: bool, own: bool, question: Question, views: Views) -> Sequence[View]:
     """Keys that complete the last block of a sequence: zeros, or what lies there."""
     found, size = [], question.block_size
     for view in views:
