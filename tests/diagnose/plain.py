@@ -43,12 +43,10 @@ OF_KEYS = ("k", "v", "tk", "tv")
 
 @dataclass(frozen=True)
 class Kernel:
-    """How an implementation computes, which is right, and its ``hooks``, which are not.
-
-    only: the results that the hooks are felt in. own: of out and lse, what the backward pass makes
-    anew; own_beyond: the double backward makes both. keeps_right: the backward pass has the right
-    out and lse though the forward's are wrong.
-    """
+    """How an implementation computes, which is right, and its ``hooks``, which are not. only: the
+    results that the hooks are felt in. own: of out and lse, what the backward pass makes anew;
+    own_beyond: the double backward makes both. keeps_right: the backward pass has the right out and
+    lse though the forward's are wrong."""
 
     hooks: Mapping[str, Hook] = field(default_factory=dict)
     only: tuple[str, ...] = ()
@@ -109,13 +107,11 @@ class Run:
 
 
 class Head(SimpleNamespace):
-    """A query head ``h`` of sequence ``b`` with all its arrays; ``g`` is its key/value head.
-
-    rows, keys: those of q and k, ZEROS for none. i, p, j, r: the number of a query, its place among
-    the keys, the number of a key, and its row of k; as columns and as rows. n, m: lengths.
-    seen (n, keys): how often a query sees a key. sel, slot, G, tG: of block-sparse attention, the
-    head of block_indices, the slot of a key's copy (-1 for none), and what its gate is.
-    """
+    """A query head ``h`` of sequence ``b`` with all its arrays; ``g`` is its key/value head. rows,
+    keys: those of q and k, ZEROS for none. i, p, j, r: the number of a query, its place among the
+    keys, the number of a key, and its row of k; as columns and as rows. n, m: lengths. seen (n,
+    keys): how often a query sees a key. sel, slot, G, tG: of block-sparse attention, the head of
+    block_indices, the slot of a key's copy (-1 for none), and what its gate is."""
 
     def of(self, name: str, value: Any) -> Any:
         return self.run.of(name, value, self)
@@ -244,10 +240,8 @@ def _visits(run: Run) -> Visits:
 
 
 def entries(t: Any, *, within: int = 99, again: bool = False) -> Any:
-    """Block and slot of all that a token names and that counts; the own block has slot -1.
-
-    A block counts once ``within`` so many entries; again: the own one though it is there already.
-    """
+    """Block and slot of all that a token names and that counts; the own block has slot -1. A block
+    counts once ``within`` so many entries; again: the own one though it is there already."""
     found: list[tuple[int, int]] = []
     for slot, block in enumerate(t.named[: t.count]):
         before = [other for other, _ in found[max(len(found) - within, 0) :]]
@@ -553,11 +547,9 @@ def double_backward(run: Run, out: Array, lse: Array) -> Answers:
 
 @dataclass(frozen=True)
 class Planted:
-    """A bug of class ``bug``, in ``stages``. ``also``: classes that are the same function.
-
-    gives: the stages that are answered; () for all that the question has inputs for. otherwise: of
-    the other stages.
-    """
+    """A bug of class ``bug``, in ``stages``. ``also``: classes that are the same function. gives:
+    the stages that are answered; () for all that the question has inputs for. otherwise: of the
+    other stages."""
 
     bug: str
     variant: str
@@ -577,10 +569,9 @@ RIGHT = Planted("", "", (), Kernel())
 
 def answers(planted: Planted | None, question: Question, chance: int = 0) -> Answers:
     """What an implementation with this bug, or a right one, gives in the stages of the question.
-
     Backward passes work with the question's out and lse, or with those that the implementation's
-    own forward gave. ``chance`` numbers the calls: only a race gives other results in another one.
-    """
+    own forward gave. ``chance`` numbers the calls: only a race gives other results in another
+    one."""
     planted = planted or RIGHT
     first = planted.at("forward")
     with np.errstate(all="ignore"):

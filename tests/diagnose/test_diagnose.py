@@ -1,7 +1,5 @@
 """The diagnosis as a whole: planted bugs are named, right implementations are not accused.
-
-``tools/trials.py`` runs many more of the same trials.
-"""
+``tools/trials.py`` runs many more of the same trials."""
 
 import sys
 from dataclasses import replace

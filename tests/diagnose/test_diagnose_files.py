@@ -1,7 +1,5 @@
 """Files of questions and answers: what is written comes back, and what others write is understood.
-
-Long by the many forms in which arrays come.
-"""
+Long by the many forms in which arrays come."""
 
 from collections.abc import Callable
 from dataclasses import replace
@@ -230,10 +228,7 @@ def test_other_integers_are_refused(dtype: Any, save: Callable[..., Path]) -> No
         ({"o": np.ones(4)}, "o is a second entry for out; leave one of them out"),
         ({"q": np.ones(4)}, r"q, k and v have shapes \(4,\)"),
         (dict.fromkeys("qkv", np.ones((3, 8))), "they must have three axes"),
-        (
-            {"k": np.ones((19, 4, 6)), "v": np.ones((19, 4, 10))},
-            r"tk has .* must be \(19, 4, 6",
-        ),
+        ({"k": np.ones((19, 4, 6)), "v": np.ones((19, 4, 10))}, r"tk has .* must be \(19, 4, 6"),
         ({"about": "{"}, "about is not JSON text"),
         ({"s_aux": np.ones(3)}, r"sinks has shape \(3,\); it must be \(4,\), by query head"),
         ({"seqused_k": np.ones(2)}, r"seqused_k has shape \(2,\); it must be \(3,\), by sequence"),

@@ -1,7 +1,5 @@
 """Comparison functions as people write them: what each lets pass is named, a sound one is left.
-
-Long by those functions, each as somebody would write it.
-"""
+Long by those functions, each as somebody would write it."""
 
 from collections.abc import Callable
 from pathlib import Path

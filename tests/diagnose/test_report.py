@@ -1,7 +1,5 @@
-"""A diagnosis in words, as JSON and as a page: the verdict first, few lines, nothing lost.
-
-The short form has a picture, and a command that shows it again.
-"""
+"""A diagnosis in words, as JSON and as a page: the verdict first, few lines, nothing lost. The
+short form has a picture, and a command that shows it again."""
 
 import json
 import re

@@ -1,7 +1,5 @@
 """The bugs that everybody has made once: of masks, offsets, scales, the softmax and its derivative.
-
-Long by the table.
-"""
+Long by the table."""
 
 from dataclasses import replace
 from typing import Any

@@ -111,10 +111,7 @@ _ROWS_PAST = {"rows": lambda c, x: np.arange(x[0], min(x[0] - c.n // -32 * 32, l
 _NEXT_LSE = change(lambda x, *_: np.roll(x, -1, 0), "lse")
 _GROUPS = {"groups": (2, 3), "heads_kv": (2, 3), "lengths": (10, 90)}
 _HEADS_ON: Any = lambda x, *_: np.cumsum(x, axis=1)  # noqa: E731
-_NEEDS = {
-    "mask-missing-in-backward": _CAUSAL,
-    "pairs-dropped": _LONG,
-}
+_NEEDS = {"mask-missing-in-backward": _CAUSAL, "pairs-dropped": _LONG}
 _TABLE: Table = (
     ("arguments-swapped: k and v", "fb", read_as(k="v", v="k"), _SAME),
     ("arguments-swapped: q and k", "f", read_as(q="k", k="q"), _SINGLE),

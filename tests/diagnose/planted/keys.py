@@ -1,7 +1,5 @@
 """Lists of keys that are wrong: who sees whom, by bounds, tiles, offsets, chunks and documents.
-
-Long by the table.
-"""
+Long by the table."""
 
 from collections.abc import Callable
 from typing import Any
