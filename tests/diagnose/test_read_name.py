@@ -69,7 +69,7 @@ def coarse(c: Head, x: Any) -> Any:
     return np.log(P.sum(axis=1, keepdims=True)) + top, P @ c.V / P.sum(axis=1, keepdims=True)
 
 
-def of_sums(keys: Callable[[Head], Any], scores: str = "S") -> Any:
+def of_sums(keys: Callable[[Head], Any], scores: str = "S") -> Hooks:
     """A softmax whose row sums are of these keys; bare scores are those of masked ones too."""
 
     def softmax(c: Head, x: Any) -> Any:
@@ -77,7 +77,7 @@ def of_sums(keys: Callable[[Head], Any], scores: str = "S") -> Any:
         lse = np.logaddexp.reduce(np.where(keys(c), S, -np.inf), axis=1, keepdims=True)
         return lse, np.exp(c.S - lse) @ c.V
 
-    return softmax
+    return {"softmax": softmax}
 
 
 def with_tile_sums(c: Head, dS: Any) -> Any:
@@ -102,6 +102,8 @@ _ROWS_OF_Q = of_rows(lambda c: (c.r >= c.start_q) & (c.r - c.start_q <= c.p))
 _NO_LOGARITHM = {"softmax": lambda c, x: (c.top + np.exp(x[0] - c.top), x[1])}
 _HALF_OF_D = delta(lambda a, q: (a["dout"] * a["out"])[..., :8].sum(2).T)
 _OPEN_TILE = or_seen(lambda c: c.j // 16 == c.p // 16)
+_LAST_SUMS = of_sums(lambda c: (c.j <= c.p) & (c.j >= c.p - 15))
+_FEWER = {"dP": lambda c, x: c.dO[:, :-4] @ c.V[:, :-4].T}
 _NAN_TAIL = {"softmax": lambda c, x: (x[0], np.where(c.i >= c.n // 16 * 16, np.nan, x[1]))}
 
 # what is wrong, what is said first, and the case
@@ -145,18 +147,9 @@ _FORWARD: dict[str, tuple[Any, ...]] = {
     "one more": (heavier(lambda c: 0.0), "have 1 more than the keys"),
     "twice": (times(lambda c: 1 + (c.j // 8 == 1)), "2 times: 8 <= j <= 15"),
     "overlap": (times(lambda c: 1 + ((c.j > 0) & (c.j % -(-c.m // 3) == 0))), "count 2 times: "),
-    "rightly summed": (
-        _OPEN_TILE | {"softmax": of_sums(lambda c: c.j <= c.p)},
-        "the row sums are of the keys that must be seen",
-    ),
-    "summed over all": (
-        {"softmax": of_sums(lambda c: c.j >= 0, "bare")},
-        "the row sums are of all keys of the sequence",
-    ),
-    "summed over the last": (
-        {"softmax": of_sums(lambda c: (c.j <= c.p) & (c.j >= c.p - 15))},
-        "row sums are of the keys that must be seen with j - i >= -15",
-    ),
+    "rightly summed": (_OPEN_TILE | of_sums(lambda c: c.j <= c.p), "are of the keys that must be"),
+    "summed over all": (of_sums(lambda c: c.j >= 0, "bare"), "are of all keys of the sequence"),
+    "summed over the last": (_LAST_SUMS, "of the keys that must be seen with j - i >= -15"),
     "h % heads": ({"kv head": lambda c, g: c.h % 2}, "keys of head h % 2", GROUP),
     "values": ({"V": lambda c, x: c.read("v", 0)}, "takes the values of head 0", GROUP),
     "NaN": (_NAN_TAIL, " rows are NaN"),
@@ -182,10 +175,7 @@ _BACKWARD: dict[str, tuple[Any, ...]] = {
     "dP alone": ({"dS": lambda c, x: c.P * c.dP * c.P - c.P * c.D}, "is - P D + P^2 dP"),
     "D of its tile": ({"dS": with_tile_sums}, "dS takes D over the tile of 16 keys at hand alone"),
     "half of D": (_HALF_OF_D, "dout . out without columns 8 to 15"),
-    "fewer columns": (
-        {"dP": lambda c, x: c.dO[:, :-4] @ c.V[:, :-4].T},
-        "dP = dout . v without columns 12 to 15",
-    ),
+    "fewer columns": (_FEWER, "dP = dout . v without columns 12 to 15"),
     "one of the group": (of_group(1, "dk", "dv"), "of query heads [1], not [0, 1, 2]", "group3"),
 }
 BUGS = {name: Bug(FORWARD, *row) for name, row in _FORWARD.items()}

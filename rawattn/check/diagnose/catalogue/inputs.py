@@ -71,7 +71,8 @@ OF_PAIRS = {"tdS": ("tP", "P", "dP", "tdP"), "tO": ("tP", "P")}  # operands of m
 NAMES = ARRAYS | {"tK": "ddk", "tV": "ddv", "tQ": "ddq", "tO": "ddout"}
 NAMES |= {"P": "P", "dY": "dS", "tP": "P'", "tdY": "dS'", "D": "D", "w": "W"}
 NUMBERS = {"D": "delta", "w": "w"}
-Names, Bugs = set[str], Iterator[Bug]
+Names = set[str]
+Bugs = Iterator[Bug]
 
 
 def candidates(

@@ -307,9 +307,8 @@ class Stage:
             given, how = guess.given, precision.rounding
             self.noisy[key] = solve(self.question, self.stage, guess.bug, given=given, rounding=how)
         spend(OF_A_FIT)
-        pair = guess.answers[name], self.noisy[key][name]
-        noise = precision.factor, self.rows[name], self.sizes.get(name, 0.0)
-        found = fit(self.question, name, self.found[name], *pair, *noise)
+        of = self.question, name, self.found[name], guess.answers[name], self.noisy[key][name]
+        found = fit(*of, precision.factor, self.rows[name], self.sizes.get(name, 0.0))
         # rows that cancel scatter more where operands are coarse
         coarse = precision.name != self.finest.name
         return found._replace(worst=found.worst / 2) if coarse else found
