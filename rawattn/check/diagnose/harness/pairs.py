@@ -13,7 +13,6 @@ import numpy as np
 import numpy.typing as npt
 
 from rawattn.check.cases import dtype_of
-from rawattn.check.diagnose.evidence.precision import eps_of
 
 Float64 = npt.NDArray[np.float64]
 Shape = tuple[int, ...]
@@ -47,7 +46,7 @@ def rights(shape: Shape, dtype: str, *, size: float = 1.0, wide: bool = False) -
     """Right results of ``dtype`` with their references, float64 where ``wide``; mildest first."""
     rng = np.random.default_rng(0)
     exact, kind = _draw(shape, rng, size), dtype_of(dtype)
-    ref, eps = exact if wide else exact.astype(kind), eps_of(exact.astype(kind))
+    ref, eps = exact if wide else exact.astype(kind), float(np.spacing(np.ones((), kind)))
     ulps = eps * 2.0 ** np.floor(np.log2(np.abs(exact) + np.finfo(np.float64).tiny))
     accumulator = min(eps, np.finfo(np.float32).eps) * np.abs(exact).max()
     found = {
@@ -63,7 +62,7 @@ def wrongs(shape: Shape, dtype: str, *, size: float = 1.0, wide: bool = False) -
     """Wrong results of ``dtype``, each made of a right one; the last axis is a row."""
     rng = np.random.default_rng(0)
     exact, kind = _draw(shape, rng, size), dtype_of(dtype)
-    x, eps = exact.astype(kind), eps_of(exact.astype(kind))
+    x, eps = exact.astype(kind), float(np.spacing(np.ones((), kind)))
     ref = exact if wide else x
     pairs = [Pair("x and ref both 0", "vacuous", np.zeros_like(x), np.zeros_like(ref))]
     for name, group, changed in _changed(exact, rng, eps):

@@ -8,7 +8,7 @@ from functools import partial
 import numpy as np
 
 from rawattn.check.diagnose.catalogue import maps
-from rawattn.check.diagnose.catalogue.second_order import with_values
+from rawattn.check.diagnose.catalogue.second_order import JVP, SECOND, with_values
 from rawattn.check.diagnose.catalogue.sparse.lists import Change, listed
 from rawattn.check.diagnose.engine.attention import BACKWARD, FIRST, Bug, See, View, per_key
 from rawattn.check.diagnose.engine.lists import Ints, Lists
@@ -16,7 +16,6 @@ from rawattn.check.diagnose.engine.question import STAGES, Question
 from rawattn.check.diagnose.engine.steps import STEPS, Context, Floats, Step, times
 
 ALL = tuple(STAGES)
-SECOND, JVP = ("second",), ("jvp",)
 BEYOND = BACKWARD + SECOND
 MISSING, IGNORED, ON_P = (f"sparse-gate-{x}" for x in ("gradient-missing", "ignored", "on-p"))
 ORDER, MISREAD = "sparse-gate-order", "sparse-lists-misread"
