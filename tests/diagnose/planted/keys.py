@@ -148,7 +148,7 @@ _OPEN: Table = (
     ("wrong-keys: causal, not asked for", "fb", times(lambda c: c.j <= c.p)),
     ("wrong-keys: a window, not asked for", "fb", times(lambda c: abs(c.j - c.p) <= 11)),
     ("wrong-keys: first key of every tile twice", "fb", _FIRST_TWICE),
-    ("wrong-keys: tail rows of the sequence before", "fb", _TAILS),
+    ("neighbour-leak or wrong-keys: tail rows of the sequence before", "fb", _TAILS),
     ("wrong-keys: documents", "fb", times(by_document), _DOCUMENTS),
     ("padded-keys or denominator: 5 rows of zeros", "fb", with_zeros(lambda c: 5)),
     ("neighbour-leak or wrong-keys: as many rows as the longest", "fb", _AS_LONGEST),

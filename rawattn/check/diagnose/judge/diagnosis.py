@@ -32,6 +32,8 @@ WORDS = PASSES | {"second": "double backward", "jvp": "forward-mode derivative"}
 EFFORT = 6000.0  # units, after which nothing but the usual bugs is tried
 CUT = "the search was cut short: not all bugs were tried"
 SENTENCES = ("dS ", "dv is", "the slope ", "the heads ", "pairs ")  # forms that tell all
+# bugs of a tile's size, which two lengths may show by chance
+OF_LENGTHS = ("tail-tile-dropped", "tile-skipped")
 ORDER = {name: place for place, name in enumerate(CLASSES)}
 ORDER |= dict.fromkeys(GENERIC, len(ORDER))
 
@@ -218,6 +220,7 @@ def _found(
     clear = not cut and not others and not any(part.verdict.unexplained for part in parts)
     summed = name == "rows-not-written" and {*wrong} <= {*OF_KEYS}  # over queries, maybe none
     clear = clear and _in_numbers(wrong) and not summed
+    clear = clear and not (name in OF_LENGTHS and _sequences(question, wrong) <= 2)
     finding = proofs.finding(
         *(side, name, f"{where}: {', '.join(wrong or works)}", "high" if clear else "medium"),
         *(evidence, tuple(others)),
@@ -254,6 +257,12 @@ def _said(name: str, parts: Sequence[_Part], form: str, must: str) -> str:
     if not math.isfinite(differs):
         apart = "other elements are finite, or not 0"
     return f"the float64 reference with {bug} gives these numbers {near} ({without} {apart})"
+
+
+def _sequences(question: Question, wrong: Mapping[str, StageVerdict]) -> int:
+    """In how many sequences something is wrong."""
+    bad = {name: of.work.bad(name).any(axis=1) for name, of in wrong.items()}
+    return len({*np.concatenate([question.sequence_of(name)[rows] for name, rows in bad.items()])})
 
 
 def _in_numbers(wrong: Mapping[str, StageVerdict]) -> bool:
