@@ -180,6 +180,11 @@ class Explained(NamedTuple):
         return max(self.fits[name].rms for name in self.tensors)
 
 
+def _told(bug: Bug) -> bool:
+    """Whether what was read is a listed bug, or says more than these."""
+    return bug.name not in LOOSE and (bug.see is None or bug.name.startswith("sparse-"))
+
+
 class Stage:
     """What a side says to one stage, what is right, and the fits, computed when asked for.
 
@@ -203,7 +208,7 @@ class Stage:
         self.hints = [bug for bug in hints if stage in bug.stages]
         self.read = [bug for bug in told if stage in bug.stages]
         # masks are told by listed ones in fewer words
-        self.told = [bug for bug in self.read if bug.see is None and bug.name not in LOOSE]
+        self.told = [bug for bug in self.read if _told(bug)]
         self.found = {name: np.asarray(answers[name]) for name in STAGES[stage] if name in answers}
         self.rights = [
             *predictions(*self.asked, RIGHT if stage == "second" else RIGHT[:1]),

@@ -59,7 +59,7 @@ def _change(
         """ValueError where it is not known who sees whom."""
         return Part(said, read.weights.places, name, read.slopes[name])
 
-    if (said.see is not None or said.term is not None) and _is_right(part(None, read)):
+    if (said.see or said.term or said.listed) and _is_right(part(None, read)):
         return Change(["is that of the right weights"], "", _masked, masked=True)
     own = part(said, read)
     if same is not None and same.whole and same.dY and own.fits(own.of(same.dY)):
@@ -72,7 +72,7 @@ def _of_sums(read: Backward) -> Said | None:
     places = read.weights.places
     count, group = places.question.num_heads_kv, places.question.group
     own = np.arange(count).repeat(group)[:, None] == np.arange(count)
-    said, alone = Said(read.weights, Support(places, places.right[None], ())), True
+    said, alone = Said(read.weights, Support(places, places.rights, ())), True
     for name, adds in read.adds.items():
         where = adds > 0.02 * adds.max(initial=0.0)
         if np.array_equal(where, own):

@@ -12,6 +12,7 @@ from rawattn.check.diagnose.evidence.support import OTHER, Support, support_of
 from rawattn.check.diagnose.read.classes import class_of
 from rawattn.check.diagnose.read.contexts import context_of
 from rawattn.check.diagnose.read.fields import Field
+from rawattn.check.diagnose.read.lists import bug_of
 from rawattn.check.diagnose.read.probe import Weights
 from rawattn.check.diagnose.read.said import COARSE, Said, least_of, logs_of, noise_of, seen_of
 from rawattn.check.diagnose.read.sums import say_passed, say_sums, say_values
@@ -23,15 +24,18 @@ Array = np.ndarray
 def said_of(read: Weights, again: Callable[[], Weights]) -> Said:
     """``again``: the same on other lengths, where rules are checked."""
     places, second, (seen, alive) = read.places, cache(again), seen_of(read)
-    said = Said(read, Support(places, places.right[None] & seen, ()))
+    said = Said(read, Support(places, places.rights & seen, ()))
+    if places.question.sparse and (bug := bug_of(read, second, noise_of(places), least_of(read))):
+        said.say_listed(bug)
+        return said
     if not alive.all():
         said.wrong.append(f"{np.count_nonzero(~alive)} of {alive.size} rows are NaN")
     alive = alive & _telling(read)
-    due = seen & places.right & alive[..., None]
+    due = seen & places.rights & alive[..., None]
     x = Field(logs_of(read, seen) - read.right.S, due, True, noise_of(places))
     _say_scores(said, x, second)
     here = _pairs(said, read)
-    if (here[1] != places.right)[alive].any():
+    if (here[1] != places.rights)[alive].any():
         said.support = support_of(here, _pairs(said, second()))
     if said.unread and not said.support.named:
         said.unread[:] = ["the weights are not those of these queries and keys, if of any"]
@@ -73,7 +77,7 @@ def _telling(read: Weights) -> Array:
 def _pairs(said: Said, read: Weights) -> tuple[Places, Array, Array]:
     """Who sees whom, as ``support_of`` takes it; also whom a query must see, where the weight with
     the scores as they are is too small to be seen."""
-    right, (seen, alive) = read.places.right, seen_of(read)
+    right, (seen, alive) = read.places.rights, seen_of(read)
     S = said.scores(read.places, read.right.S)
     total = log_sum(np.where(right, S, -np.inf))
     small = S - np.where(np.isfinite(total), total, 0.0)[..., None]
@@ -107,7 +111,9 @@ def _counted(read: Weights, noise: float, second: Callable[[], Weights]) -> Term
     if not values.size:
         return None
     shown = [(read.places, found, known), (second().places, *_times(second(), noise)[:2])]
-    rule = rule_of(*(Shown(of, k[0], k[0] & (n[0] > 1.5)) for of, n, k in shown))
+    every = range(read.places.question.num_heads_q if read.places.question.sparse else 1)
+    by_head = ((of.of(h), n[h], k[h]) for of, n, k in shown for h in every)
+    rule = rule_of(*(Shown(of, k, k & (n > 1.5)) for of, n, k in by_head))
     if rule is not None and len(values[values > 1]) == 1:
         return _counting(int(values[-1]), rule, read.places)
     names = read.places.features if rule is not None else ()
@@ -139,8 +145,9 @@ def _counting(often: int | str, rule: Rule, places: Places) -> Term:
 
 def _as_often(places: Places, found: Array, known: Array, name: str) -> bool:
     """Whether a feature says how often keys count."""
-    due = np.maximum(np.broadcast_to(places.feature(name), known.shape[1:]), 1)
-    return bool((np.round(found) == due)[known].all())
+    due = (places.of(head).feature(name) for head in range(len(known)))
+    alike = (np.round(x) == np.maximum(y, 1) for x, y in zip(found, due, strict=True))
+    return all(x[there].all() for x, there in zip(alike, known, strict=True))
 
 
 def _times(read: Weights, noise: float) -> tuple[Array, Array, Array]:

@@ -163,25 +163,60 @@ OF_PLACES |= {"the mask": ("bound",)}
 
 
 def misread(question: Question) -> Iterator[Bug]:
-    """Lists that are read by a map, and queries that stand at another key."""
-    stages, names = tuple(STAGES), ["block_indices", "block_counts"]
-    names = names[: 1 + (question.block_counts is not None)]
-    for some, by in product([names[:1], names][: len(names)], maps.sequences(question)):
-        see = listed(partial(_moved, by, some))
+    """Lists that are read by a map, alone or with what belongs to them, and queries that stand at
+    another key."""
+    stages, names = tuple(STAGES), ["block_indices"]
+    names += ["block_counts"] * (question.block_counts is not None)
+    alone = [names[:1], names[1:], names][: 2 * len(names) - 1]
+    for by, some in product(maps_of(question), alone):
+        see = listed(partial(moved, by, some))
         yield Bug(MISREAD, f"{' and '.join(some)}, {by.words}", stages, see)
     tiles = {f"where query i // {t} * {t} stands": partial(_of_tile, t) for t in TILES}
     for (words, number), (what, fields) in product((PLACES | tiles).items(), OF_PLACES.items()):
         see = listed(where(**dict.fromkeys(fields, number)))
         yield Bug(PLACE, f"{what}: {words}", stages, see)
+        if fields == ("bound",):
+            walked = where(counted=lambda x: x.counted & (x.named <= x.own_block), bound=number)
+            yield Bug(
+                PLACE, f"{what}, inside of blocks up to the own: {words}", stages, listed(walked)
+            )
 
 
-def _moved(by: maps.Map, names: Sequence[str], x: Lists) -> Lists:
+def maps_of(question: Question) -> Iterator[maps.Map]:
+    """Where the lists of a query may be looked for."""
+    longest = max(question.lengths_q, default=0)
+    for t in (t for t in TILES if t < longest):
+        yield maps.of_rows("row i // {0} * {0}", t)
+        yield maps.Map("rows", f"the last row of its tile of {t}", partial(_last_of_tile, t))
+    for words, by in product(("row i + {}", "row i - {}", "row i % {}"), (1, *TILES)):
+        if by < longest and (by > 1 or "%" not in words):
+            yield maps.of_rows(words, by)
+    yield from maps.sequences(question)
+    if len(question.k) > len(question.q):  # beyond the last list, it may be taken
+        for by in maps.sequences(question):
+            yield maps.Map("sequences", f"{by.words}, the last list beyond", partial(_within, by))
+    if np.asarray(question.block_indices).shape[1] > 1:
+        yield from [*maps.heads(question)][:3]  # others are of groups
+    yield from maps.layouts(False)
+
+
+def _last_of_tile(t: int, g: maps.Geometry) -> maps.At:
+    row = g.row
+    return g.everywhere._replace(t=row.start + np.minimum(row.i // t * t + t, row.n) - 1)
+
+
+def _within(by: maps.Map, g: maps.Geometry) -> maps.At:
+    at = by.of(g)
+    return at._replace(t=np.minimum(at.t, g.shape[0] - 1))
+
+
+def moved(by: maps.Map, names: Sequence[str], x: Lists) -> Lists:
     """Lists of arrays that are read by a map."""
     g, found = maps.geometry(x.question, "dblock_scale"), dict[str, Any]()
     for name in names:
         array = np.atleast_3d(getattr(x.question, name))
-        moved = by.moved(replace(g, shape=array.shape), array, -1.0)
-        found[name] = moved if name == "block_indices" else moved[..., 0]
+        taken = by.moved(replace(g, shape=array.shape), array, -1.0)
+        found[name] = taken if name == "block_indices" else taken[..., 0]
     return replace(lists_of(replace(x.question, **found)), question=x.question)
 
 
