@@ -129,7 +129,7 @@ def _lists(question: Question, rng: np.random.Generator) -> dict[str, Any]:
     named[rng.random(shape) < 0.15] = -1
     found = {"block_indices": named}
     if question.block_counts is not None:
-        counts = rng.integers(0, shape[2] + 1, question.block_counts.shape)
+        counts = rng.integers(0, shape[2] + 1, (shape[0], question.block_counts.shape[1]))
         found["block_counts"] = counts.astype(question.block_counts.dtype)
     if question.block_scale is not None:
         gates = rng.uniform(0.5, 1.5, shape)
