@@ -1,7 +1,7 @@
 """Which listed bug gives the weights that were read of block-sparse attention: lists of other rows
 or heads, slots that count or do not, factors of other slots."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from types import SimpleNamespace
 
 import numpy as np
@@ -22,26 +22,29 @@ from rawattn.check.diagnose.read.probe import Weights
 from rawattn.reference.dense import dead_to_inf
 
 Array = np.ndarray
+SITES = {"S", "dY", "E", "tdY"}  # steps that have the factors of scores
 NOISE = 8  # times what log-weights may be off by
 
 
-def bug_of(read: Weights, again: Callable[[], Weights], noise: float, least: float) -> Bug | None:
-    """The first one that gives all weights on both problems; None where they are right, too.
+def bugs_of(
+    read: Weights, again: Callable[[], Weights], noise: float, least: float
+) -> Iterator[Bug]:
+    """Those that give all weights on both problems; none where they are right.
 
     noise: of log-weights; least: the smallest weight that is seen.
     """
     views = views_of(read.places.question)
     wrong = [view for view in views if not _fits(NO_BUG, read, [view], noise, least)]
     if not wrong:
-        return None
+        return
     first = min(wrong, key=lambda view: abs(len(view.rows) * len(view.keys) - 1000))
     for bug in selection.of_weights(read.places.question):
-        if not (bug.see or "S" in bug.steps) or not _fits(bug, read, [first], noise, least):
+        of_scores = bug.steps.keys() <= SITES and (bug.see or "S" in bug.steps)
+        if not of_scores or not _fits(bug, read, [first], noise, least):
             continue
         both = read, again()
         if all(_fits(bug, x, views_of(x.places.question), noise, least) for x in both):
-            return bug
-    return None
+            yield bug
 
 
 def scores_of(

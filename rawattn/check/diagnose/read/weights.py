@@ -1,6 +1,6 @@
 """What the weights of a pass are in place of the right ones: who sees whom, and which scores."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from functools import cache
 
 import numpy as np
@@ -12,7 +12,7 @@ from rawattn.check.diagnose.evidence.support import OTHER, Support, support_of
 from rawattn.check.diagnose.read.classes import class_of
 from rawattn.check.diagnose.read.contexts import context_of
 from rawattn.check.diagnose.read.fields import Field
-from rawattn.check.diagnose.read.lists import bug_of
+from rawattn.check.diagnose.read.lists import bugs_of
 from rawattn.check.diagnose.read.probe import Weights
 from rawattn.check.diagnose.read.said import COARSE, Said, least_of, logs_of, noise_of, seen_of
 from rawattn.check.diagnose.read.sums import say_passed, say_sums, say_values
@@ -23,11 +23,23 @@ Array = np.ndarray
 
 def said_of(read: Weights, again: Callable[[], Weights]) -> Said:
     """``again``: the same on other lengths, where rules are checked."""
-    places, second, (seen, alive) = read.places, cache(again), seen_of(read)
-    said = Said(read, Support(places, places.rights & seen, ()))
-    if places.question.sparse and (bug := bug_of(read, second, noise_of(places), least_of(read))):
+    second = cache(again)
+    return next(of_lists(read, second), None) or _said_of(read, second)
+
+
+def of_lists(read: Weights, again: Callable[[], Weights]) -> Iterator[Said]:
+    """Of block-sparse attention the listed bugs that give all weights."""
+    places, (seen, _) = read.places, seen_of(read)
+    least = noise_of(places), least_of(read)
+    for bug in bugs_of(read, again, *least) if places.question.sparse else ():
+        said = Said(read, Support(places, places.rights & seen, ()))
         said.say_listed(bug)
-        return said
+        yield said
+
+
+def _said_of(read: Weights, second: Callable[[], Weights]) -> Said:
+    places, (seen, alive) = read.places, seen_of(read)
+    said = Said(read, Support(places, places.rights & seen, ()))
     if not alive.all():
         said.wrong.append(f"{np.count_nonzero(~alive)} of {alive.size} rows are NaN")
     alive = alive & _telling(read)

@@ -10,7 +10,7 @@ import numpy as np
 
 from rawattn.check.diagnose.catalogue import maps
 from rawattn.check.diagnose.engine.attention import Bug, See, View, sparse_views
-from rawattn.check.diagnose.engine.lists import Ints, Lists, lists_of
+from rawattn.check.diagnose.engine.lists import Ints, Lists, by_token, lists_of
 from rawattn.check.diagnose.engine.question import STAGES, Question
 
 TILES = (4, 6, 8, 16, 32)
@@ -48,12 +48,14 @@ def _ending(stop: Of) -> Change:
     return _only(lambda x: x.counted & (np.cumsum(stop(x) & x.counted, axis=2) == 0))
 
 
-def _again(slots: bool = False, own: bool = False) -> Change:
-    """Blocks count once more for every slot that names them again, and the own block, if it is
-    walked, though slots name it too."""
+def _again(slots: bool = False, own: bool = False, apart: bool = False) -> Change:
+    """Blocks count once more for every slot that names them again, but for one that follows such a
+    slot if only those ``apart`` count, and the own block, if it is walked, though slots name it."""
 
     def change(x: Lists) -> Lists:
         repeated, last = slots & x.exists, own & x.has_own
+        if apart:
+            repeated[..., 1:] &= (x.named[..., 1:] != x.named[..., :-1]) | ~x.exists[..., :-1]
         return replace(x, times=x.walked | np.concatenate([repeated, last], axis=2))
 
     return change
@@ -68,6 +70,17 @@ def _uncut(free: Callable[[Ints, Ints], Any]) -> Change:
         return replace(x, cut=x.cut & np.logical_not(free(entry < entry[-1], own)))
 
     return change
+
+
+def _not_full(named: bool) -> Of:
+    """Slots, or own blocks, that count but for a last block of the sequence that is full."""
+
+    def kept(x: Lists) -> Ints:
+        full = x.whole == x.blocks
+        last = (x.named if named else x.own_block) == x.blocks - 1
+        return np.asarray((x.counted if named else x.own) & ~(full & last))
+
+    return kept
 
 
 def _in_32_bits(x: Lists) -> Ints:
@@ -105,15 +118,18 @@ TABLE: tuple[Row, ...] = (  # the first one is of block_counts
     (TWICE, "of the selection", _again(slots=True)),
     (TWICE, "the own block", _again(own=True)),
     (TWICE, "all", _again(slots=True, own=True)),
+    (TWICE, "of slots that do not follow each other", _again(slots=True, apart=True)),
     (READ, "as the first block", where(named=lambda x: x.named * x.is_block)),
     (READ, "as the nearest block", where(named=lambda x: np.clip(x.named, 0, x.blocks - 1))),
     (READ, "if negative from the end", where(named=lambda x: x.named + x.blocks * (x.named < 0))),
     (READ, "past the end as the last block", where(named=lambda x: np.fmin(x.named, x.blocks - 1))),
     (READ, "if negative as the first block", where(named=lambda x: np.maximum(x.named, 0))),
+    (READ, "if negative as the block without the sign", where(named=lambda x: np.abs(x.named))),
     (READ, "by block * block_size in 32 bits", where(named=_in_32_bits)),
     (MISREAD, "block_indices: block n - 1", where(named=lambda x: x.named - 1)),
     (MISREAD, "block_indices: block n + 1", where(named=lambda x: x.named + 1)),
     (CUT, "a last block that is not full", _only(lambda x: x.counted & (x.named < x.whole))),
+    (CUT, "a last block that is full", where(counted=_not_full(True), own=_not_full(False))),
     (CUT, "without the last one", _only(lambda x: x.counted & (x.slots < x.slots[-1:]))),
     (CUT, "without the last counted", _only(lambda x: x.slots + 1 < x.limit.clip(0, x.slots.size))),
     (COUNTS, "", _only(lambda x: x.named >= 0)),
@@ -171,7 +187,15 @@ def misread(question: Question) -> Iterator[Bug]:
     for by, some in product(maps_of(question), alone):
         see = listed(partial(moved, by, some))
         yield Bug(MISREAD, f"{' and '.join(some)}, {by.words}", stages, see)
+    for t, (words, of) in product(
+        TILES if names[1:] else (), {"most": np.max, "least": np.min}.items()
+    ):
+        see = listed(_only(partial(_counts_of_tile, t, of)))
+        yield Bug(MISREAD, f"block_counts, the {words} of a tile of {t} queries", stages, see)
     tiles = {f"where query i // {t} * {t} stands": partial(_of_tile, t) for t in TILES}
+    tiles |= {
+        f"where the last query of its tile of {t} stands": partial(_of_last, t) for t in TILES
+    }
     for (words, number), (what, fields) in product((PLACES | tiles).items(), OF_PLACES.items()):
         see = listed(where(**dict.fromkeys(fields, number)))
         yield Bug(PLACE, f"{what}: {words}", stages, see)
@@ -222,3 +246,16 @@ def moved(by: maps.Map, names: Sequence[str], x: Lists) -> Lists:
 
 def _of_tile(tile: int, x: Lists) -> Ints:
     return np.asarray(x.place - x.row % tile)
+
+
+def _of_last(tile: int, x: Lists) -> Ints:
+    n = by_token(x.question, x.question.lengths_q)
+    return np.asarray(x.place - x.row + np.minimum(x.row // tile * tile + tile, n) - 1)
+
+
+def _counts_of_tile(tile: int, of: Callable[..., Ints], x: Lists) -> Ints:
+    """Slots that count by what ``of`` makes of the block_counts of a tile of queries."""
+    limit, first = x.limit.copy(), (x.start + x.row // tile * tile)[:, 0, 0]
+    for token in np.unique(first):
+        limit[first == token] = of(limit[first == token], axis=0)
+    return np.asarray(x.slots < limit)
