@@ -275,8 +275,8 @@ class Places:
             "slots that count behind it": lambda: np.where(slots >= 0, count - 1 - slots, -1),
             "times the key's block is named": lambda: times(held),
             "times it is named, in slots that do not count": lambda: times(inside & ~held),
-            "times its block is named, or own, counted on past the end": lambda: np.where(
-                self.j >= self.m, times(counted, 1) + (q.own & (block == self.p // size)), 0
+            "times its block, counted on past the end, is named": lambda: np.where(
+                self.j >= self.m, times(counted, 1), 0
             ),
             "negative slots of the query": lambda: (named < 0).sum(axis=1)[:, None],
             "the key's block - the query's": lambda: block - self.p // size,

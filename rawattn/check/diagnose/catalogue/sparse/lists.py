@@ -49,13 +49,17 @@ def _ending(stop: Of) -> Change:
 
 
 def _again(slots: bool = False, own: bool = False, apart: bool = False) -> Change:
-    """Blocks count once more for every slot that names them again, but for one that follows such a
-    slot if only those ``apart`` count, and the own block, if it is walked, though slots name it."""
+    """Blocks count once more for every slot that names them again, but for one that comes next if
+    only those ``apart`` count, and the own block, if it is walked, though slots name it too."""
 
     def change(x: Lists) -> Lists:
         repeated, last = slots & x.exists, own & x.has_own
         if apart:
-            repeated[..., 1:] &= (x.named[..., 1:] != x.named[..., :-1]) | ~x.exists[..., :-1]
+            walked, visited = x.exists & ~(x.cut[..., :-1] & (x.named > x.own_block)), -1
+            for slot in x.slots:
+                block = x.named[..., slot]
+                repeated[..., slot] &= block != visited
+                visited = np.where(walked[..., slot], block, visited)
         return replace(x, times=x.walked | np.concatenate([repeated, last], axis=2))
 
     return change
@@ -187,23 +191,21 @@ def misread(question: Question) -> Iterator[Bug]:
     for by, some in product(maps_of(question), alone):
         see = listed(partial(moved, by, some))
         yield Bug(MISREAD, f"{' and '.join(some)}, {by.words}", stages, see)
-    for t, (words, of) in product(
-        TILES if names[1:] else (), {"most": np.max, "least": np.min}.items()
-    ):
+    most = {"most": np.max, "least": np.min}
+    for t, (words, of) in product(TILES if names[1:] else (), most.items()):
         see = listed(_only(partial(_counts_of_tile, t, of)))
         yield Bug(MISREAD, f"block_counts, the {words} of a tile of {t} queries", stages, see)
-    tiles = {f"where query i // {t} * {t} stands": partial(_of_tile, t) for t in TILES}
-    tiles |= {
-        f"where the last query of its tile of {t} stands": partial(_of_last, t) for t in TILES
-    }
+    tiles: dict[str, Number] = {}
+    for t in TILES:
+        tiles[f"where query i // {t} * {t} stands"] = partial(_of_tile, t)
+        tiles[f"where the last query of its tile of {t} stands"] = partial(_of_last, t)
     for (words, number), (what, fields) in product((PLACES | tiles).items(), OF_PLACES.items()):
         see = listed(where(**dict.fromkeys(fields, number)))
         yield Bug(PLACE, f"{what}: {words}", stages, see)
         if fields == ("bound",):
             walked = where(counted=lambda x: x.counted & (x.named <= x.own_block), bound=number)
-            yield Bug(
-                PLACE, f"{what}, inside of blocks up to the own: {words}", stages, listed(walked)
-            )
+            what = "the mask inside of blocks up to the own"
+            yield Bug(PLACE, f"{what}: {words}", stages, listed(walked))
 
 
 def maps_of(question: Question) -> Iterator[maps.Map]:
