@@ -126,40 +126,26 @@ def _counted(read: Weights, noise: float, second: Callable[[], Weights]) -> Term
     every = range(read.places.question.num_heads_q if read.places.question.sparse else 1)
     by_head = ((of.of(h), n[h], k[h]) for of, n, k in shown for h in every)
     rule = rule_of(*(Shown(of, k, k & (n > 1.5)) for of, n, k in by_head))
-    if rule is not None and len(values[values > 1]) == 1:
-        return _counting(int(values[-1]), rule, read.places)
-    names = read.places.features if rule is not None else ()
-    name = next((x for x in names if all(_as_often(*of, x) for of in shown)), None)
-    return None if name is None else _counting(name, Rule(()), read.places)
+    if rule is None or len(values[values > 1]) != 1:
+        return None
+    return _counting(int(values[-1]), rule, read.places)
 
 
-def _counting(often: int | str, rule: Rule, places: Places) -> Term:
-    """Keys that count ``often``, which may be a feature, where ``rule`` says: to weights the
-    logarithm is added."""
+def _counting(often: int, rule: Rule, places: Places) -> Term:
+    """Keys that count ``often`` where ``rule`` says: to weights the logarithm is added."""
 
     def of(places: Places) -> Array:
         heads = range(places.question.num_heads_q if places.question.sparse else 1)
         found = np.ones((len(heads), *places.j.shape))
         for head in heads:
-            here = places.of(head)
-            count = here.feature(often) if isinstance(often, str) else often
-            found[head] = np.where(rule.holds(here), np.maximum(count, 1), 1)
+            found[head] = np.where(rule.holds(places.of(head)), often, 1)
         return np.log(found)
 
     # of a tile: by places, not by distances or remainders
     other = any(f in ("j - i", "j - p") or "%" in f for f, *_ in rule.spans)
     name = "wrong-keys" if other or not rule.spans else "tile-counted-twice"
     name = "sparse-duplicate-twice" if places.question.sparse else name
-    text = f"keys count {often} times: {rule}"
-    text = f"keys count more than once: {often}" if isinstance(often, str) else text
-    return adding(of, text, name)
-
-
-def _as_often(places: Places, found: Array, known: Array, name: str) -> bool:
-    """Whether a feature says how often keys count."""
-    due = (places.of(head).feature(name) for head in range(len(known)))
-    alike = (np.round(x) == np.maximum(y, 1) for x, y in zip(found, due, strict=True))
-    return all(x[there].all() for x, there in zip(alike, known, strict=True))
+    return adding(of, f"keys count {often} times: {rule}", name)
 
 
 def _times(read: Weights, noise: float) -> tuple[Array, Array, Array]:

@@ -76,15 +76,12 @@ def _uncut(free: Callable[[Ints, Ints], Any]) -> Change:
     return change
 
 
-def _not_full(named: bool) -> Of:
-    """Slots, or own blocks, that count but for a last block of the sequence that is full."""
-
-    def kept(x: Lists) -> Ints:
-        full = x.whole == x.blocks
-        last = (x.named if named else x.own_block) == x.blocks - 1
-        return np.asarray((x.counted if named else x.own) & ~(full & last))
-
-    return kept
+def _but_full(named: bool) -> Of:
+    """Slots that count, or own blocks, but for a last block of the sequence that is full."""
+    return lambda x: (
+        (x.counted if named else x.own)
+        & ~((x.whole == x.blocks) & ((x.named if named else x.own_block) == x.blocks - 1))
+    )
 
 
 def _in_32_bits(x: Lists) -> Ints:
@@ -133,7 +130,7 @@ TABLE: tuple[Row, ...] = (  # the first one is of block_counts
     (MISREAD, "block_indices: block n - 1", where(named=lambda x: x.named - 1)),
     (MISREAD, "block_indices: block n + 1", where(named=lambda x: x.named + 1)),
     (CUT, "a last block that is not full", _only(lambda x: x.counted & (x.named < x.whole))),
-    (CUT, "a last block that is full", where(counted=_not_full(True), own=_not_full(False))),
+    (CUT, "a last block that is full", where(counted=_but_full(True), own=_but_full(False))),
     (CUT, "without the last one", _only(lambda x: x.counted & (x.slots < x.slots[-1:]))),
     (CUT, "without the last counted", _only(lambda x: x.slots + 1 < x.limit.clip(0, x.slots.size))),
     (COUNTS, "", _only(lambda x: x.named >= 0)),
