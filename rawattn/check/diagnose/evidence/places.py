@@ -167,7 +167,7 @@ class Places:
         for parts in SPLITS:
             found |= self._of_parts(parts)
         if self.question.sparse:
-            found = self._of_lists() | found
+            found = self._of_lists() | found | self._of_inverted()
         if self.question.group > 1:
             found[f"j - {self.question.group} i"] = lambda: j - self.question.group * i
         return found if self.head is None else self._of_heads(self.head) | found
@@ -281,7 +281,6 @@ class Places:
             "negative slots of the query": lambda: (named < 0).sum(axis=1)[:, None],
             "the key's block - the query's": lambda: block - self.p // size,
             "the key's block": lambda: block,
-            **self._of_inverted(),
         }
 
     def _of_inverted(self) -> dict[str, Callable[[], Array]]:
