@@ -117,9 +117,9 @@ def support_of(*read: tuple[Places, Array, Array]) -> Support:
                 groups.setdefault(b"".join(x.tobytes() for x in of_both), []).append(head)
         both = [(of, known, x) for (of, _, known), x in zip(read, (here, there), strict=True)]
         every = tuple(range(len(seen)))
-        alike = places.question.sparse and groups and _rule(kind, both, every)
-        if alike:  # of lists that differ
-            parts.append(Part(kind, every, alike))
+        common = _rule(kind, both, every) if places.question.sparse and groups else None
+        if common is not None:  # of lists that differ
+            parts.append(Part(kind, every, common))
             continue
         told = [Part(kind, tuple(heads), _rule(kind, both, heads[:1])) for heads in groups.values()]
         rules = {part.rule for part in told}

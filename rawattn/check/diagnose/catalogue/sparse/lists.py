@@ -55,7 +55,7 @@ def _again(slots: bool = False, own: bool = False, apart: bool = False) -> Chang
     def change(x: Lists) -> Lists:
         repeated, last = slots & x.exists, own & x.has_own
         if apart:
-            walked, visited = x.exists & ~(x.cut[..., :-1] & (x.named > x.own_block)), -1
+            visited, walked = np.array(-1), x.exists & ~(x.cut[..., :-1] & (x.named > x.own_block))
             for slot in x.slots:
                 block = x.named[..., slot]
                 repeated[..., slot] &= block != visited
@@ -188,10 +188,11 @@ def misread(question: Question) -> Iterator[Bug]:
     for by, some in product(maps_of(question), alone):
         see = listed(partial(moved, by, some))
         yield Bug(MISREAD, f"{' and '.join(some)}, {by.words}", stages, see)
-    most = {"most": np.max, "least": np.min}
-    for t, (words, of) in product(TILES if names[1:] else (), most.items()):
-        see = listed(_only(partial(_counts_of_tile, t, of)))
-        yield Bug(MISREAD, f"block_counts, the {words} of a tile of {t} queries", stages, see)
+    most: dict[str, Callable[..., Ints]] = {"most": np.max, "least": np.min}
+    for words, of in most.items() if names[1:] else ():
+        for t in TILES:
+            see = listed(_only(partial(_counts_of_tile, t, of)))
+            yield Bug(MISREAD, f"block_counts, the {words} of a tile of {t} queries", stages, see)
     tiles: dict[str, Number] = {}
     for t in TILES:
         tiles[f"where query i // {t} * {t} stands"] = partial(_of_tile, t)
@@ -216,8 +217,8 @@ def maps_of(question: Question) -> Iterator[maps.Map]:
             yield maps.of_rows(words, by)
     yield from maps.sequences(question)
     if len(question.k) > len(question.q):  # beyond the last list, it may be taken
-        for by in maps.sequences(question):
-            yield maps.Map("sequences", f"{by.words}, the last list beyond", partial(_within, by))
+        for of in maps.sequences(question):
+            yield maps.Map("sequences", f"{of.words}, the last list beyond", partial(_within, of))
     if np.asarray(question.block_indices).shape[1] > 1:
         yield from [*maps.heads(question)][:3]  # others are of groups
     yield from maps.layouts(False)
