@@ -147,6 +147,9 @@ SLOTS: dict[str, Slots] = {
     "that of the first slot for the own block": lambda slot, own, n: np.maximum(slot, 0),
     "the next slot's": lambda slot, own, n: np.where(slot < 0, slot, (slot + 1) % n),
     "that of the slot before": lambda slot, own, n: np.where(slot < 0, slot, (slot - 1) % n),
+    "that of the slot counted from behind": lambda slot, own, n: np.where(
+        slot < 0, slot, n - 1 - slot
+    ),
     "1 for the own block where a slot names it": lambda slot, own, n: np.where(own, -1, slot),
 }
 

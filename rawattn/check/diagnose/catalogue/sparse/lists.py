@@ -215,10 +215,12 @@ def maps_of(question: Question) -> Iterator[maps.Map]:
     for words, by in product(("row i + {}", "row i - {}", "row i % {}"), (1, *TILES)):
         if by < longest and (by > 1 or "%" not in words):
             yield maps.of_rows(words, by)
-    yield from maps.sequences(question)
-    if len(question.k) > len(question.q):  # beyond the last list, it may be taken
-        for of in maps.sequences(question):
-            yield maps.Map("sequences", f"{of.words}, the last list beyond", partial(_within, of))
+    beyond = len(question.k) > len(question.q)  # the last list it may be taken
+    for of in maps.sequences(question):
+        yield (own := replace(of, words=of.words.replace("the other side", "cu_seqlens_k")))
+        if beyond:
+            words = f"{own.words}, the last list beyond"
+            yield maps.Map("sequences", words, partial(_within, of))
     if np.asarray(question.block_indices).shape[1] > 1:
         yield from [*maps.heads(question)][:3]  # others are of groups
     yield from maps.layouts(False)
