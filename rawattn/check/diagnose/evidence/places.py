@@ -165,7 +165,7 @@ class Places:
         for parts in SPLITS:
             found |= self._of_parts(parts)
         if self.question.sparse:
-            found = self._of_lists() | found
+            found = self._of_lists() | found | self._of_inverted()
         if self.question.group > 1:
             found[f"j - {self.question.group} i"] = lambda: j - self.question.group * i
         return found if self.head is None else self._of_heads(self.head) | found
@@ -257,22 +257,39 @@ class Places:
         if q.block_counts is not None:
             count = np.asarray(q.block_counts)[self.query, self.selection].clip(0, count)
         inside = (named >= 0) & (named < -(-self.m // size))
-        held = inside & (np.arange(named.shape[1]) < count)
+        counted = np.arange(named.shape[1]) < count
+        held = inside & counted
         block = self.j // size
 
-        def times(there: Array) -> Array:
+        def times(there: Array, at: Array | int = self.own) -> Array:
             found = (named[..., None] == block[:, None]) & there[..., None]
-            return np.asarray(found.sum(axis=1) * self.own)
+            return np.asarray(found.sum(axis=1) * at)
 
         return {
             "the slot of the key's block": lambda: slots,
             "slots that count behind it": lambda: np.where(slots >= 0, count - 1 - slots, -1),
             "times the key's block is named": lambda: times(held),
             "times it is named, in slots that do not count": lambda: times(inside & ~held),
+            "times its block, counted on past the end, is named": lambda: np.where(
+                self.j >= self.m, times(counted, 1), 0
+            ),
             "negative slots of the query": lambda: (named < 0).sum(axis=1)[:, None],
             "the key's block - the query's": lambda: block - self.p // size,
             "the key's block": lambda: block,
         }
+
+    def _of_inverted(self) -> dict[str, Callable[[], Array]]:
+        """Of the lists of queries that walk a block: the query's place in that of the key's."""
+        walked = self.slots != ABSENT
+        place = np.where(walked, np.cumsum(walked, axis=0) - 1, -1)
+        count, at, size = walked.sum(axis=0), "its block's list of queries", "its length"
+        found: dict[str, Callable[[], Array]] = {
+            f"the place in {at}": lambda: place,
+            f"{size} - 1 - the place in {at}": lambda: count - 1 - place,
+        }
+        for t in LOOPS[:3]:
+            found |= of_tiles(f"the place in {at}", place, size, count, t)
+        return found
 
 
 def _tiles_behind(x: Array, row: Callable[[], Array], shift: Array, t: int) -> Array:

@@ -2,10 +2,11 @@
 
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
+from itertools import product
 
 import numpy as np
 
-from rawattn.check.diagnose.engine.attention import View
+from rawattn.check.diagnose.engine.attention import See, View, views_of
 from rawattn.check.diagnose.engine.question import Question
 from rawattn.check.diagnose.evidence.places import Places, places_of
 from rawattn.check.diagnose.evidence.rules import Rule, Shown, rule_of
@@ -35,17 +36,19 @@ class Part:
 @dataclass(frozen=True, eq=False)
 class Support:
     """seen (num_heads_q, total_q, total_k) as it was read at ``places``. whole: a rule for all that
-    is seen, where that is one. second: where rules hold as well."""
+    is seen, where that is one. second: where rules hold as well. listed: a change of views that is
+    all of it, in place of rules."""
 
     places: Places
     seen: Array
     parts: tuple[Part, ...]
     whole: Rule | None = None
     second: Places | None = None
+    listed: See | None = None
 
     @property
     def right(self) -> bool:
-        return not self.parts
+        return not self.parts and self.listed is None
 
     @property
     def named(self) -> bool:
@@ -59,7 +62,7 @@ class Support:
     @property
     def of_rows(self) -> bool:
         """Whether keys are missed, and all of their rows."""
-        left = (self.seen > 0) & self.places.right & self.inside(LESS).any(axis=-1, keepdims=True)
+        left = (self.seen > 0) & self.places.rights & self.inside(LESS).any(axis=-1, keepdims=True)
         return not left.any() and all(part.kind == LESS for part in self.parts)
 
     def inside(self, kind: str) -> Array:
@@ -69,6 +72,11 @@ class Support:
     def at(self, places: Places) -> Array:
         """Who sees whom elsewhere, (num_heads_q, total_q, total_k); ValueError where only what was
         read is known, of other lengths."""
+        if self.listed is not None:
+            q, found = places.question, np.zeros(places.rights.shape, dtype=self.seen.dtype)
+            for view in self.listed(q, views_of(q)):
+                np.logical_or.at(found, np.ix_(view.heads, view.rows, view.keys), view.weight > 0)
+            return found
         if not self.named:
             q, own = places.question, self.places.question
             same = (q.lengths_q, q.lengths_k) == (own.lengths_q, own.lengths_k)
@@ -86,6 +94,8 @@ class Support:
 
     def see(self, question: Question, views: tuple[View, ...]) -> Sequence[View]:
         """The same as a change of views."""
+        if self.listed is not None:
+            return self.listed(question, views)
         places = places_of(question)
         return list(_views(places, views, self.at(places).astype(np.float64)))
 
@@ -102,10 +112,14 @@ def support_of(*read: tuple[Places, Array, Array]) -> Support:
             if any(inside.any() for inside in of_both):
                 groups.setdefault(b"".join(x.tobytes() for x in of_both), []).append(head)
         both = [(of, known, x) for (of, _, known), x in zip(read, (here, there), strict=True)]
+        every = tuple(range(len(seen)))
+        common = _rule(kind, both, every) if places.question.sparse and groups else None
+        if common is not None:  # of lists that differ
+            parts.append(Part(kind, every, common))
+            continue
         told = [Part(kind, tuple(heads), _rule(kind, both, heads[:1])) for heads in groups.values()]
         rules = {part.rule for part in told}
         if len(told) > 1 and (len(rules) > 1 or None in rules):  # one for all, if there is one
-            every = tuple(range(len(seen)))
             rule = _rule(kind, both, every, by_head=True)
             told = told if rule is None else [Part(kind, every, rule)]
         same: dict[Rule | None, list[int]] = {}
@@ -121,11 +135,10 @@ def _rule(
     kind: str, read: Sequence[_Read], heads: Iterable[int], by_head: bool = False
 ) -> Rule | None:
     """Of some heads on all problems; ``by_head``: of all, by which head it is."""
-    shown = (
-        Shown(of.of_head(head) if by_head else of, _domain(of, kind) & known[head], inside[head])
-        for of, known, inside in read
-        for head in heads
-    )
+    shown = []
+    for (places, known, inside), head in product(read, heads):
+        of = places.of_head(head) if by_head else places.of(head)
+        shown.append(Shown(of, _domain(of, kind) & known[head], inside[head]))
     return rule_of(*shown, among=read[0][0].by_head if by_head else None)
 
 
@@ -133,17 +146,20 @@ def _whole(*read: _Read, own: bool) -> Rule | None:
     """A rule for what all heads see; ``own``: of the keys of their sequence alone."""
     shown = []
     for places, seen, known in read:
-        if (seen != seen[:1]).any():
+        sparse = places.question.sparse
+        if not sparse and (seen != seen[:1]).any():
             return None
-        domain = known[0] & (places.b >= 0) & (places.own | (not own))
-        shown.append(Shown(places, domain, domain & (seen[0] > 0)))
+        for head in range(len(seen) if sparse else 1):
+            domain = known[head] & (places.b >= 0) & (places.own | (not own))
+            shown.append(Shown(places.of(head), domain, domain & (seen[head] > 0)))
     return rule_of(*shown)
 
 
 def _inside(kind: str, places: Places, seen: Array, known: Array | bool = True) -> Array:
     """(num_heads_q, total_q, total_k)."""
     wrong = ~seen if kind == LESS else seen
-    return np.asarray(wrong & _domain(places, kind) & known)
+    domains = np.stack([_domain(places.of(head), kind) for head in range(len(seen))])
+    return np.asarray(wrong & domains & known)
 
 
 def _domain(places: Places, kind: str) -> Array:

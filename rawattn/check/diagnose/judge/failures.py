@@ -297,9 +297,12 @@ def _joined(title: str, found: Sequence[Kind]) -> Diagnosis:
         doubted = best == CONFIDENCE.index("high") and len(said[what]) == 1 and nameless
         return best + doubted
 
-    def rank(what: tuple[str, str, str]) -> tuple[bool, int, bool, int]:
-        """Bugs before what has no name, by confidence, rules first, by how often they are shown."""
-        return what[1] in NAMELESS, confidence(what), NO_RULE in what[2], -len(said[what])
+    def rank(what: tuple[str, str, str]) -> tuple[bool, int, bool, bool, int]:
+        """Bugs before what has no name, by confidence, those that give the numbers and rules first,
+        by how often they are shown."""
+        planted = any(one.form is not None for one, _ in said[what])
+        unsure = confidence(what), not planted, NO_RULE in what[2]
+        return what[1] in NAMELESS, *unsure, -len(said[what])
 
     findings: list[Finding] = []
     shown = found[0][1]

@@ -18,7 +18,7 @@ def class_of(support: Support, alive: np.ndarray, *, backward: bool) -> str:
     if support.of_rows and not backward:
         return "rows-not-written" if support.plain else "unknown"
     if support.of_rows:
-        return of_pairs(places, support.inside(LESS), places.right & alive[..., None])
+        return of_pairs(places, support.inside(LESS), places.rights & alive[..., None])
     if dense:
         known = [(BACKWARD_ONLY, window) for _, window in unmasked(places.question) if backward]
         known += [(name, window) for name, _, window in windows(places.question)]
@@ -31,7 +31,7 @@ def class_of(support: Support, alive: np.ndarray, *, backward: bool) -> str:
         return "neighbour-leak" if (support.inside(OTHER) & ~own).any() else "seqused-ignored"
     spans = [span for part in support.parts if part.rule for span in part.rule.spans]
     if backward and kinds == {LESS} and dense:
-        return of_pairs(places, support.inside(LESS), places.right & alive[..., None])
+        return of_pairs(places, support.inside(LESS), places.rights & alive[..., None])
     by_distance = support.named and {span.feature for span in spans} in ({"j - i"}, {"j - p"})
     if backward and kinds == {MORE} and dense and not by_distance:
         return BACKWARD_ONLY

@@ -130,8 +130,7 @@ def read(question: Question, ask: Callable[[str], Ask | None]) -> Readings:
         found += [] if said.sound else [said]
         if said.sound:
             told = f"the {PASSES[stage]}, read off entry by entry ({said.calls} calls)"
-            lists = " (with lists alike for all heads)" if here.sparse else ""
-            facts.append(f"{told}: {', '.join(said.right)} are right{lists}")
+            facts.append(f"{told}: {', '.join(said.right)} are right")
     return Readings(tuple(found), tuple(facts))
 
 

@@ -1,6 +1,7 @@
 """dS of one of the two gradients as it was read, beside what it must be."""
 
 from collections.abc import Callable
+from dataclasses import replace
 from functools import cached_property
 from typing import Any
 
@@ -9,6 +10,7 @@ import numpy as np
 from rawattn.check.diagnose.engine.attention import Context
 from rawattn.check.diagnose.engine.question import Question
 from rawattn.check.diagnose.evidence.places import Places, Right, places_of
+from rawattn.check.diagnose.read import lists
 from rawattn.check.diagnose.read.contexts import backward_of
 from rawattn.check.diagnose.read.fields import Field
 from rawattn.check.diagnose.read.probe import Slopes
@@ -29,6 +31,9 @@ class Part:
         self.places, self.slopes, self.noise = places, slopes, 3 * noise_of(places)
         self.seen = places.rights if said is None else said.support.at(places)
         self.said, self.name = said, name
+        if said is not None and said.listed is not None:
+            slope = lists.scores_of(said.listed, places, slopes.S)[1]
+            self.slopes = slopes = replace(slopes, slope=slope)
         L = np.where(np.isfinite(slopes.L), slopes.L, np.inf)
         with np.errstate(over="ignore"):
             scores = slopes.S if said is None else said.scores(places, slopes.S)
@@ -49,6 +54,8 @@ class Part:
         with np.errstate(over="ignore"):
             scores = c.S if self.said is None else self.said.scores(places, c.S)
             c.P = np.where(self.seen, np.exp(scores - dead_to_inf(np, c.L)[..., None]), 0.0)
+        if self.said is not None and self.said.listed is not None:
+            c.G = c.slope = lists.scores_of(self.said.listed, places, c.S)[1]
         c.dS = c.P * (c.dP - c.D[..., None])
         c.dY = c.slope * c.dS
         return c
@@ -83,6 +90,6 @@ class Part:
     @property
     def pairs(self) -> tuple[Places, Array, Array]:
         """Which pairs dS has, beside those of P, as ``support_of`` takes it."""
-        x = self.places
-        known = np.where(x.right, self.there, ~self.seen & x.own)
-        return x, (x.right & ~self.gone) | (self.wrongly & ~x.right), known
+        x, right = self.places, self.places.rights
+        known = np.where(right, self.there, ~self.seen & x.own)
+        return x, (right & ~self.gone) | (self.wrongly & ~right), known

@@ -113,26 +113,26 @@ def _drawn(rng: np.random.Generator, like: Array, size: float, rows: int | None 
 
 
 def _lists(question: Question, rng: np.random.Generator) -> dict[str, Any]:
-    """Block lists, alike for all heads, and what comes with them: blocks up to the query's own,
-    some behind it, some named again, slots that name none, the first block that is not there."""
+    """Block lists and what comes with them: blocks up to the query's own, some behind it, some
+    named again, slots that name none, the first block that is not there."""
     like, size = np.asarray(question.block_indices), question.block_size
-    shape = (len(question.q), like.shape[2])
+    shape = (len(question.q), *like.shape[1:])
     b = question.sequence_of("q")
     lengths_q, lengths_k = (np.asarray(x)[b] for x in (question.lengths_q, question.lengths_k))
     place = question.place_of("q") + lengths_k - lengths_q
     blocks, own = -(-lengths_k // size), np.maximum(place // size, -1)
-    top = np.where(rng.random(shape) < 0.8, own[:, None], blocks[:, None])
+    top = np.where(rng.random(shape) < 0.8, own[:, None, None], blocks[:, None, None])
     named = np.floor(rng.random(shape) * (top + 1)).astype(like.dtype)
-    named[:, 1:] = np.where(rng.random(shape)[:, 1:] < 0.15, named[:, :-1], named[:, 1:])
+    named[..., 1:] = np.where(rng.random(shape)[..., 1:] < 0.15, named[..., :-1], named[..., 1:])
     named[rng.random(shape) < 0.15] = -1
     found = {"block_indices": named}
     if question.block_counts is not None:
-        counts = rng.integers(0, shape[1] + 1, shape[0])
+        counts = rng.integers(0, shape[2] + 1, (shape[0], question.block_counts.shape[1]))
         found["block_counts"] = counts.astype(question.block_counts.dtype)
     if question.block_scale is not None:
         gates = rng.uniform(0.5, 1.5, shape)
         found["block_scale"] = gates.astype(question.block_scale.dtype)
-    return {name: np.repeat(x[:, None], like.shape[1], axis=1) for name, x in found.items()}
+    return found
 
 
 class _Caller:

@@ -1,14 +1,15 @@
 """What is said of weights that were read, and what is known of them."""
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 
 import numpy as np
 
+from rawattn.check.diagnose.catalogue.classes import CLASSES
 from rawattn.check.diagnose.engine.attention import BACKWARD, FIRST, Bug, See, Step, views_of
 from rawattn.check.diagnose.evidence.places import Places
 from rawattn.check.diagnose.evidence.support import Support
-from rawattn.check.diagnose.read import sliding
+from rawattn.check.diagnose.read import lists, sliding
 from rawattn.check.diagnose.read.contexts import context_of, scores_of
 from rawattn.check.diagnose.read.probe import Weights
 from rawattn.check.diagnose.read.terms import Term
@@ -26,7 +27,7 @@ class Said:
     bug is; unread: what no sentence describes.
 
     names: classes of bugs; steps: as of engine.Bug. term: what the sentences are about. loose: how
-    often or which keys count is told by no rule.
+    often or which keys count is told by no rule. listed: a bug of the catalogue that is all of it.
     """
 
     weights: Weights
@@ -40,6 +41,7 @@ class Said:
     steps: dict[str, Step] = field(default_factory=dict)
     stage: str = ""
     calls: int = 0
+    listed: Bug | None = None
 
     def say(self, text: str, name: str) -> None:
         self.wrong.append(text)
@@ -50,6 +52,13 @@ class Said:
         scale = of_scale(np.array(term.values), self.support.places)
         self.say(term.text + scale * (term.name == "score-scale"), term.name)
         self.steps |= term.steps
+
+    def say_listed(self, bug: Bug) -> None:
+        """All that was read is what a bug of the catalogue makes of it."""
+        self.listed, self.steps = bug, dict(bug.steps)
+        seen = self.weights.places.rights if bug.see is None else self.support.seen
+        self.support = replace(self.support, seen=seen, listed=bug.see)
+        self.say(_title(bug), bug.name)
 
     @property
     def sound(self) -> bool:
@@ -69,7 +78,10 @@ class Said:
         if self.unread or self.loose or (self.see is None and not self.steps):
             return None
         stages = BACKWARD if self.stage == "backward" else FIRST
-        bug = Bug(self.name or "unknown", "; ".join(self.wrong), stages, self.see, self.steps)
+        words = "; ".join(self.wrong)
+        if self.listed is not None and self.wrong == [_title(self.listed)]:
+            words = self.listed.variant
+        bug = Bug(self.name or "unknown", words, stages, self.see, self.steps)
         return sliding.planted(bug) if self.stage == "sliding" else bug
 
     def allows(self, bug: Bug) -> bool:
@@ -88,12 +100,19 @@ class Said:
 
     def scores(self, places: Places, S: Array) -> Array:
         """The scores (num_heads_q, total_q, total_k) with what was found, for the right ones."""
+        if self.listed is not None:
+            found, _ = lists.scores_of(self.listed, places, S)
+            return np.where(np.isneginf(found), S, found)
         return scores_of(context_of(places, S), self.steps)
 
     @property
     def see(self) -> See | None:
         """Who sees whom, as a change of views; None where that is right."""
         return None if self.support.right else self.support.see
+
+
+def _title(bug: Bug) -> str:
+    return ": ".join(filter(None, (CLASSES[bug.name].title, bug.variant)))
 
 
 def noise_of(places: Places) -> float:

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable
 from functools import cache, partial
+from itertools import islice
 
 import numpy as np
 
@@ -16,20 +17,31 @@ from rawattn.check.diagnose.read.part import Part
 from rawattn.check.diagnose.read.probe import Backward
 from rawattn.check.diagnose.read.said import COARSE, Said, of_scale
 from rawattn.check.diagnose.read.terms import at, of_distance
-from rawattn.check.diagnose.read.weights import said_of
+from rawattn.check.diagnose.read.weights import of_lists, said_of
 from rawattn.reference.dense import dead_to_inf
 
 Array = np.ndarray
 VERBS = {LESS: "misses pairs", MORE: "has pairs that must not be"}
+TRIED = 3  # listed bugs of P that look alike
 IN_ANOTHER_WAY = "is wrong in another way"
 
 
 def said_of_backward(read: Backward, again: Callable[[], Backward]) -> Said:
     """Like ``said_of``, of P as dv has it, of dS as dq and dk have it, and of the heads' sums."""
-    second, places = cache(again), read.weights.places
+    second = cache(again)
     if (of_heads := _of_sums(read)) is not None:
         return of_heads
-    said = said_of(read.weights, lambda: second().weights)
+    weights = cache(lambda: second().weights)
+    listed = islice(of_lists(read.weights, weights), TRIED)
+    every = [_with_slopes(said, read, second) for said in listed]
+    if every:
+        return next((said for said in every if "dS" in said.right), every[0])
+    return _with_slopes(said_of(read.weights, weights), read, second)
+
+
+def _with_slopes(said: Said, read: Backward, second: Callable[[], Backward]) -> Said:
+    """What is said of P, and what is wrong with dS beside it."""
+    places = read.weights.places
     said.right[:] = [f"P of dv ({', '.join(said.right)})"] if said.right else []
     if "bP" in said.steps or said.unread:
         return said  # what dS should be is not known
@@ -59,7 +71,7 @@ def _change(
         """ValueError where it is not known who sees whom."""
         return Part(said, read.weights.places, name, read.slopes[name])
 
-    if (said.see is not None or said.term is not None) and _is_right(part(None, read)):
+    if (said.see or said.term or said.listed) and _is_right(part(None, read)):
         return Change(["is that of the right weights"], "", _masked, masked=True)
     own = part(said, read)
     if same is not None and same.whole and same.dY and own.fits(own.of(same.dY)):
@@ -72,7 +84,7 @@ def _of_sums(read: Backward) -> Said | None:
     places = read.weights.places
     count, group = places.question.num_heads_kv, places.question.group
     own = np.arange(count).repeat(group)[:, None] == np.arange(count)
-    said, alone = Said(read.weights, Support(places, places.right[None], ())), True
+    said, alone = Said(read.weights, Support(places, places.rights, ())), True
     for name, adds in read.adds.items():
         where = adds > 0.02 * adds.max(initial=0.0)
         if np.array_equal(where, own):

@@ -43,11 +43,11 @@ class _Rows:
         self.places = read.places
         self.S, (self.seen, alive) = said.scores(read.places, read.right.S), seen_of(read)
         self.logs = logs_of(read, self.seen)
-        right = read.places.right & self.seen
+        right = read.places.rights & self.seen
         count = np.maximum(right.sum(axis=-1), 1)
         self.total = np.where(right, self.S - self.logs, 0.0).sum(axis=-1) / count
         self.noise, self.known = 3 * noise_of(read.places), right.any(axis=-1) & alive
-        self.top = np.where(read.places.right, self.S, -np.inf).max(axis=-1, initial=-np.inf)
+        self.top = np.where(read.places.rights, self.S, -np.inf).max(axis=-1, initial=-np.inf)
 
     def fit(self, due: Array, times: int = 1) -> bool:
         """Whether these are the logarithms of the sums."""
@@ -71,7 +71,7 @@ def say_passed(said: Said) -> None:
 def say_sums(said: Said, second: Callable[[], Weights]) -> None:
     """What the weights are divided by, and lse; ``second``: the same on other lengths."""
     x = _Rows(said, said.weights)
-    wrongly = x.seen & ~x.places.right & x.known[..., None]
+    wrongly = x.seen & ~x.places.rights & x.known[..., None]
     level = x.logs + x.total[..., None]  # of which weights are exp
     if np.abs(level - x.S)[wrongly].max(initial=0.0) >= 8 * x.noise:
         _say_filled(said, level[wrongly], (level - x.S)[wrongly], x.noise)

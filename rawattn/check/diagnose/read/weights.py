@@ -1,6 +1,6 @@
 """What the weights of a pass are in place of the right ones: who sees whom, and which scores."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from functools import cache
 
 import numpy as np
@@ -12,6 +12,7 @@ from rawattn.check.diagnose.evidence.support import OTHER, Support, support_of
 from rawattn.check.diagnose.read.classes import class_of
 from rawattn.check.diagnose.read.contexts import context_of
 from rawattn.check.diagnose.read.fields import Field
+from rawattn.check.diagnose.read.lists import bugs_of
 from rawattn.check.diagnose.read.probe import Weights
 from rawattn.check.diagnose.read.said import COARSE, Said, least_of, logs_of, noise_of, seen_of
 from rawattn.check.diagnose.read.sums import say_passed, say_sums, say_values
@@ -22,16 +23,31 @@ Array = np.ndarray
 
 def said_of(read: Weights, again: Callable[[], Weights]) -> Said:
     """``again``: the same on other lengths, where rules are checked."""
-    places, second, (seen, alive) = read.places, cache(again), seen_of(read)
-    said = Said(read, Support(places, places.right[None] & seen, ()))
+    second = cache(again)
+    return next(of_lists(read, second), None) or _said_of(read, second)
+
+
+def of_lists(read: Weights, again: Callable[[], Weights]) -> Iterator[Said]:
+    """Of block-sparse attention the listed bugs that give all weights."""
+    places, (seen, _) = read.places, seen_of(read)
+    least = noise_of(places), least_of(read)
+    for bug in bugs_of(read, again, *least) if places.question.sparse else ():
+        said = Said(read, Support(places, places.rights & seen, ()))
+        said.say_listed(bug)
+        yield said
+
+
+def _said_of(read: Weights, second: Callable[[], Weights]) -> Said:
+    places, (seen, alive) = read.places, seen_of(read)
+    said = Said(read, Support(places, places.rights & seen, ()))
     if not alive.all():
         said.wrong.append(f"{np.count_nonzero(~alive)} of {alive.size} rows are NaN")
     alive = alive & _telling(read)
-    due = seen & places.right & alive[..., None]
+    due = seen & places.rights & alive[..., None]
     x = Field(logs_of(read, seen) - read.right.S, due, True, noise_of(places))
     _say_scores(said, x, second)
     here = _pairs(said, read)
-    if (here[1] != places.right)[alive].any():
+    if (here[1] != places.rights)[alive].any():
         said.support = support_of(here, _pairs(said, second()))
     if said.unread and not said.support.named:
         said.unread[:] = ["the weights are not those of these queries and keys, if of any"]
@@ -73,7 +89,7 @@ def _telling(read: Weights) -> Array:
 def _pairs(said: Said, read: Weights) -> tuple[Places, Array, Array]:
     """Who sees whom, as ``support_of`` takes it; also whom a query must see, where the weight with
     the scores as they are is too small to be seen."""
-    right, (seen, alive) = read.places.right, seen_of(read)
+    right, (seen, alive) = read.places.rights, seen_of(read)
     S = said.scores(read.places, read.right.S)
     total = log_sum(np.where(right, S, -np.inf))
     small = S - np.where(np.isfinite(total), total, 0.0)[..., None]
@@ -107,40 +123,29 @@ def _counted(read: Weights, noise: float, second: Callable[[], Weights]) -> Term
     if not values.size:
         return None
     shown = [(read.places, found, known), (second().places, *_times(second(), noise)[:2])]
-    rule = rule_of(*(Shown(of, k[0], k[0] & (n[0] > 1.5)) for of, n, k in shown))
-    if rule is not None and len(values[values > 1]) == 1:
-        return _counting(int(values[-1]), rule, read.places)
-    names = read.places.features if rule is not None else ()
-    name = next((x for x in names if all(_as_often(*of, x) for of in shown)), None)
-    return None if name is None else _counting(name, Rule(()), read.places)
+    every = range(read.places.question.num_heads_q if read.places.question.sparse else 1)
+    by_head = ((of.of(h), n[h], k[h]) for of, n, k in shown for h in every)
+    rule = rule_of(*(Shown(of, k, k & (n > 1.5)) for of, n, k in by_head))
+    if rule is None or len(values[values > 1]) != 1:
+        return None
+    return _counting(int(values[-1]), rule, read.places)
 
 
-def _counting(often: int | str, rule: Rule, places: Places) -> Term:
-    """Keys that count ``often``, which may be a feature, where ``rule`` says: to weights the
-    logarithm is added."""
+def _counting(often: int, rule: Rule, places: Places) -> Term:
+    """Keys that count ``often`` where ``rule`` says: to weights the logarithm is added."""
 
     def of(places: Places) -> Array:
         heads = range(places.question.num_heads_q if places.question.sparse else 1)
         found = np.ones((len(heads), *places.j.shape))
         for head in heads:
-            here = places.of(head)
-            count = here.feature(often) if isinstance(often, str) else often
-            found[head] = np.where(rule.holds(here), np.maximum(count, 1), 1)
+            found[head] = np.where(rule.holds(places.of(head)), often, 1)
         return np.log(found)
 
     # of a tile: by places, not by distances or remainders
     other = any(f in ("j - i", "j - p") or "%" in f for f, *_ in rule.spans)
     name = "wrong-keys" if other or not rule.spans else "tile-counted-twice"
     name = "sparse-duplicate-twice" if places.question.sparse else name
-    text = f"keys count {often} times: {rule}"
-    text = f"keys count more than once: {often}" if isinstance(often, str) else text
-    return adding(of, text, name)
-
-
-def _as_often(places: Places, found: Array, known: Array, name: str) -> bool:
-    """Whether a feature says how often keys count."""
-    due = np.maximum(np.broadcast_to(places.feature(name), known.shape[1:]), 1)
-    return bool((np.round(found) == due)[known].all())
+    return adding(of, f"keys count {often} times: {rule}", name)
 
 
 def _times(read: Weights, noise: float) -> tuple[Array, Array, Array]:

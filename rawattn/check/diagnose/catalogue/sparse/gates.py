@@ -3,12 +3,13 @@ its gradient holds."""
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
-from functools import partial
+from functools import lru_cache, partial
 
 import numpy as np
 
 from rawattn.check.diagnose.catalogue import maps
 from rawattn.check.diagnose.catalogue.second_order import JVP, SECOND, with_values
+from rawattn.check.diagnose.catalogue.sparse import lists
 from rawattn.check.diagnose.catalogue.sparse.lists import Change, listed
 from rawattn.check.diagnose.engine.attention import BACKWARD, FIRST, Bug, See, View, per_key
 from rawattn.check.diagnose.engine.lists import Ints, Lists
@@ -30,10 +31,10 @@ def bugs(question: Question, different: Callable[[See], bool]) -> Iterator[Bug]:
     heads = [*maps.heads(question)][:3]  # others are of groups
     every = (*heads, *maps.sequences(question))
     moving = [by for by in every if (by.moved(g, scale) != scale).any()]
-    rows += [_read(question, "block_scale", by) for by in moving]
+    rows += [_read("block_scale", by) for by in moving]
     if question.tblock_scale is not None:
         of_heads = (by for by in moving if by.family == "heads")
-        rows += [*DIRECTIONS, *(_read(question, "tblock_scale", by) for by in of_heads)]
+        rows += [*DIRECTIONS, *(_read("tblock_scale", by) for by in of_heads)]
     yield from (Bug(name, words, stages, steps=steps) for name, words, stages, steps in rows)
     for words, change in CHANGES.items():
         if different(see := listed(change)):
@@ -43,6 +44,19 @@ def bugs(question: Question, different: Callable[[See], bool]) -> Iterator[Bug]:
             gated = {name: with_values(name, G=partial(_gate_of, of)) for name in GATED}
             yield Bug(ORDER, words, ALL, steps=gated)
             yield Bug(ORDER, f"{words}, and in the gradient", ALL, see=see)
+    for words, how in PLACES.items():
+        if different(see := partial(_by_place, *how)):
+            yield Bug(ORDER, f"that of {words}", ALL, see=see)
+
+
+def misread(question: Question) -> Iterator[Bug]:
+    """Factors that are read by a map, alone or with all lists."""
+    names = ["block_indices", *(["block_counts"] if question.block_counts is not None else [])]
+    for by in lists.maps_of(question) if question.block_scale is not None else ():
+        name, words, stages, steps = _read("block_scale", by)
+        yield Bug(name, words, stages, steps=steps)
+        see, words = listed(partial(lists.moved, by, names)), ", ".join(names)
+        yield Bug(name, f"{words} and block_scale, {by.words}", stages, see, steps)
 
 
 # ---- its gradient, and where it is left out ---------------------------------------------------
@@ -104,12 +118,16 @@ def _shared(share: Floats, name: str, c: Context) -> Floats:
 # ---- which slot -------------------------------------------------------------------------------
 
 
-def _read(question: Question, name: str, by: maps.Map) -> Row:
+def _read(name: str, by: maps.Map) -> Row:
     """block_scale or its direction, read by a map."""
     operand, none, sites, stages = READ[name]
-    scale = by.moved(maps.geometry(question, "dblock_scale"), getattr(question, name))
-    read = {operand: lambda c: per_key(c.view, scale, none)}
+    read = {operand: lambda c: per_key(c.view, _taken(c.question, name, by), none)}
     return MISREAD, f"{name}, {by.words}", stages, {x: with_values(x, **read) for x in sites}
+
+
+@lru_cache(maxsize=2)
+def _taken(question: Question, name: str, by: maps.Map) -> Floats:
+    return by.moved(maps.geometry(question, "dblock_scale"), getattr(question, name))
 
 
 # for slots (heads, n, m), -1 of the own block where none names it, of so many others; own: keys of
@@ -120,6 +138,9 @@ SLOTS: dict[str, Slots] = {
     "that of the first slot for the own block": lambda slot, own, n: np.maximum(slot, 0),
     "the next slot's": lambda slot, own, n: np.where(slot < 0, slot, (slot + 1) % n),
     "that of the slot before": lambda slot, own, n: np.where(slot < 0, slot, (slot - 1) % n),
+    "that of the slot counted from behind": lambda slot, own, n: np.where(
+        slot < 0, slot, n - 1 - slot
+    ),
     "1 for the own block where a slot names it": lambda slot, own, n: np.where(own, -1, slot),
 }
 
@@ -134,6 +155,36 @@ def _in_slots(of: Slots, question: Question, views: Sequence[View]) -> Sequence[
         own = question.own & (view.lists.own_block[view.rows, 0] == block)
         slot = np.where(view.weight > 0, of(np.asarray(view.slot), own, question.slots), -1)
         found.append(replace(view, slot=slot))
+    return found
+
+
+PLACES = {  # by which slots may be numbered: ascending, counting the own block, and those behind it
+    "its place in the list, without padding and repeats": (False, False, False),
+    "its place in the list, without padding, repeats and what is behind": (False, False, True),
+    "its place in the sorted list of blocks": (True, False, True),
+    "its place in the sorted list of blocks, the own one among them": (True, True, True),
+}
+
+
+def _by_place(
+    ascending: bool, own: bool, ends: bool, question: Question, views: Sequence[View]
+) -> Sequence[View]:
+    """The same views, with factors by the place of a block among those that are walked."""
+    if not views or views[0].lists is None or not question.slots:
+        return views
+    x, entry = views[0].lists, np.arange(question.slots + 1)
+    here = np.broadcast_to(x.own_block, (*x.named.shape[:2], 1))
+    block = np.concatenate([x.named, here], axis=2)
+    walked = (x.walked > 0) & (own | (entry < question.slots))
+    walked &= (block <= here) | (not (ends and question.causal))
+    order = block if ascending else np.broadcast_to(entry, block.shape)
+    place = ((order[..., None, :] < order[..., None]) & walked[..., None, :]).sum(axis=3)
+    place = np.minimum(place, question.slots - 1)
+    found = []
+    for view in views:
+        slot, selections = np.asarray(view.slot), np.asarray(view.selections)[:, None, None]
+        taken = place[view.rows[:, None], selections, np.maximum(slot, 0)]
+        found.append(replace(view, slot=np.where(slot < 0, slot, taken)))
     return found
 
 

@@ -10,7 +10,7 @@ import numpy as np
 
 from rawattn.check.diagnose.catalogue import maps
 from rawattn.check.diagnose.engine.attention import Bug, See, View, sparse_views
-from rawattn.check.diagnose.engine.lists import Ints, Lists, lists_of
+from rawattn.check.diagnose.engine.lists import Ints, Lists, by_token, lists_of
 from rawattn.check.diagnose.engine.question import STAGES, Question
 
 TILES = (4, 6, 8, 16, 32)
@@ -48,12 +48,18 @@ def _ending(stop: Of) -> Change:
     return _only(lambda x: x.counted & (np.cumsum(stop(x) & x.counted, axis=2) == 0))
 
 
-def _again(slots: bool = False, own: bool = False) -> Change:
-    """Blocks count once more for every slot that names them again, and the own block, if it is
-    walked, though slots name it too."""
+def _again(slots: bool = False, own: bool = False, apart: bool = False) -> Change:
+    """Blocks count once more for every slot that names them again, but for one that comes next if
+    only those ``apart`` count, and the own block, if it is walked, though slots name it too."""
 
     def change(x: Lists) -> Lists:
         repeated, last = slots & x.exists, own & x.has_own
+        if apart:
+            visited, walked = np.array(-1), x.exists & ~(x.cut[..., :-1] & (x.named > x.own_block))
+            for slot in x.slots:
+                block = x.named[..., slot]
+                repeated[..., slot] &= block != visited
+                visited = np.where(walked[..., slot], block, visited)
         return replace(x, times=x.walked | np.concatenate([repeated, last], axis=2))
 
     return change
@@ -68,6 +74,14 @@ def _uncut(free: Callable[[Ints, Ints], Any]) -> Change:
         return replace(x, cut=x.cut & np.logical_not(free(entry < entry[-1], own)))
 
     return change
+
+
+def _but_full(named: bool) -> Of:
+    """Slots that count, or own blocks, but for a last block of the sequence that is full."""
+    return lambda x: (
+        (x.counted if named else x.own)
+        & ~((x.whole == x.blocks) & ((x.named if named else x.own_block) == x.blocks - 1))
+    )
 
 
 def _in_32_bits(x: Lists) -> Ints:
@@ -105,15 +119,18 @@ TABLE: tuple[Row, ...] = (  # the first one is of block_counts
     (TWICE, "of the selection", _again(slots=True)),
     (TWICE, "the own block", _again(own=True)),
     (TWICE, "all", _again(slots=True, own=True)),
+    (TWICE, "of slots that do not follow each other", _again(slots=True, apart=True)),
     (READ, "as the first block", where(named=lambda x: x.named * x.is_block)),
     (READ, "as the nearest block", where(named=lambda x: np.clip(x.named, 0, x.blocks - 1))),
     (READ, "if negative from the end", where(named=lambda x: x.named + x.blocks * (x.named < 0))),
     (READ, "past the end as the last block", where(named=lambda x: np.fmin(x.named, x.blocks - 1))),
     (READ, "if negative as the first block", where(named=lambda x: np.maximum(x.named, 0))),
+    (READ, "if negative as the block without the sign", where(named=lambda x: np.abs(x.named))),
     (READ, "by block * block_size in 32 bits", where(named=_in_32_bits)),
     (MISREAD, "block_indices: block n - 1", where(named=lambda x: x.named - 1)),
     (MISREAD, "block_indices: block n + 1", where(named=lambda x: x.named + 1)),
     (CUT, "a last block that is not full", _only(lambda x: x.counted & (x.named < x.whole))),
+    (CUT, "a last block that is full", where(counted=_but_full(True), own=_but_full(False))),
     (CUT, "without the last one", _only(lambda x: x.counted & (x.slots < x.slots[-1:]))),
     (CUT, "without the last counted", _only(lambda x: x.slots + 1 < x.limit.clip(0, x.slots.size))),
     (COUNTS, "", _only(lambda x: x.named >= 0)),
@@ -163,27 +180,84 @@ OF_PLACES |= {"the mask": ("bound",)}
 
 
 def misread(question: Question) -> Iterator[Bug]:
-    """Lists that are read by a map, and queries that stand at another key."""
-    stages, names = tuple(STAGES), ["block_indices", "block_counts"]
-    names = names[: 1 + (question.block_counts is not None)]
-    for some, by in product([names[:1], names][: len(names)], maps.sequences(question)):
-        see = listed(partial(_moved, by, some))
+    """Lists that are read by a map, alone or with what belongs to them, and queries that stand at
+    another key."""
+    stages, names = tuple(STAGES), ["block_indices"]
+    names += ["block_counts"] * (question.block_counts is not None)
+    alone = [names[:1], names[1:], names][: 2 * len(names) - 1]
+    for by, some in product(maps_of(question), alone):
+        see = listed(partial(moved, by, some))
         yield Bug(MISREAD, f"{' and '.join(some)}, {by.words}", stages, see)
-    tiles = {f"where query i // {t} * {t} stands": partial(_of_tile, t) for t in TILES}
+    most: dict[str, Callable[..., Ints]] = {"most": np.max, "least": np.min}
+    for words, of in most.items() if names[1:] else ():
+        for t in TILES:
+            see = listed(_only(partial(_counts_of_tile, t, of)))
+            yield Bug(MISREAD, f"block_counts, the {words} of a tile of {t} queries", stages, see)
+    tiles: dict[str, Number] = {}
+    for t in TILES:
+        tiles[f"where query i // {t} * {t} stands"] = partial(_of_tile, t)
+        tiles[f"where the last query of its tile of {t} stands"] = partial(_of_last, t)
     for (words, number), (what, fields) in product((PLACES | tiles).items(), OF_PLACES.items()):
         see = listed(where(**dict.fromkeys(fields, number)))
         yield Bug(PLACE, f"{what}: {words}", stages, see)
+        if fields == ("bound",):
+            walked = where(counted=lambda x: x.counted & (x.named <= x.own_block), bound=number)
+            what = "the mask inside of blocks up to the own"
+            yield Bug(PLACE, f"{what}: {words}", stages, listed(walked))
 
 
-def _moved(by: maps.Map, names: Sequence[str], x: Lists) -> Lists:
+def maps_of(question: Question) -> Iterator[maps.Map]:
+    """Where the lists of a query may be looked for."""
+    longest = max(question.lengths_q, default=0)
+    for t in (t for t in TILES if t < longest):
+        yield maps.of_rows("row i // {0} * {0}", t)
+        yield maps.Map("rows", f"the last row of its tile of {t}", partial(_last_of_tile, t))
+    for words, by in product(("row i + {}", "row i - {}", "row i % {}"), (1, *TILES)):
+        if by < longest and (by > 1 or "%" not in words):
+            yield maps.of_rows(words, by)
+    beyond = len(question.k) > len(question.q)  # the last list it may be taken
+    for of in maps.sequences(question):
+        yield (own := replace(of, words=of.words.replace("the other side", "cu_seqlens_k")))
+        if beyond:
+            words = f"{own.words}, the last list beyond"
+            yield maps.Map("sequences", words, partial(_within, of))
+    if np.asarray(question.block_indices).shape[1] > 1:
+        yield from [*maps.heads(question)][:3]  # others are of groups
+    yield from maps.layouts(False)
+
+
+def _last_of_tile(t: int, g: maps.Geometry) -> maps.At:
+    row = g.row
+    return g.everywhere._replace(t=row.start + np.minimum(row.i // t * t + t, row.n) - 1)
+
+
+def _within(by: maps.Map, g: maps.Geometry) -> maps.At:
+    at = by.of(g)
+    return at._replace(t=np.minimum(at.t, g.shape[0] - 1))
+
+
+def moved(by: maps.Map, names: Sequence[str], x: Lists) -> Lists:
     """Lists of arrays that are read by a map."""
     g, found = maps.geometry(x.question, "dblock_scale"), dict[str, Any]()
     for name in names:
         array = np.atleast_3d(getattr(x.question, name))
-        moved = by.moved(replace(g, shape=array.shape), array, -1.0)
-        found[name] = moved if name == "block_indices" else moved[..., 0]
+        taken = by.moved(replace(g, shape=array.shape), array, -1.0)
+        found[name] = taken if name == "block_indices" else taken[..., 0]
     return replace(lists_of(replace(x.question, **found)), question=x.question)
 
 
 def _of_tile(tile: int, x: Lists) -> Ints:
     return np.asarray(x.place - x.row % tile)
+
+
+def _of_last(tile: int, x: Lists) -> Ints:
+    n = by_token(x.question, x.question.lengths_q)
+    return np.asarray(x.place - x.row + np.minimum(x.row // tile * tile + tile, n) - 1)
+
+
+def _counts_of_tile(tile: int, of: Callable[..., Ints], x: Lists) -> Ints:
+    """Slots that count by what ``of`` makes of the block_counts of a tile of queries."""
+    limit, first = x.limit.copy(), (x.start + x.row // tile * tile)[:, 0, 0]
+    for token in np.unique(first):
+        limit[first == token] = of(limit[first == token], axis=0)
+    return np.asarray(x.slots < limit)

@@ -40,12 +40,22 @@ def _bugs(question: Question) -> Iterator[Bug]:
             yield Bug(name, f"sliding, {form}", FORWARD, window.see)
 
 
+def of_weights(question: Question) -> Iterator[Bug]:
+    """All that change who sees whom, how often, or the factors of scores, whether they show here
+    or not."""
+    yield from (Bug(name, words, ALL, see=listed(change)) for name, words, change in rows(question))
+    if question.block_scale is not None:
+        yield from gates.bugs(question, lambda see: True)
+    yield from misread(question)
+    yield from gates.misread(question)
+
+
 def candidates(question: Question, stage: str, wrong: Collection[str]) -> Iterator[Bug]:
     """More of a stage, to be tried on one sequence: arrays that are read elsewhere, parts of walks,
     and what dense passes have too."""
     sizes = (size for size in TILES if size < 2 * max(question.lengths_k))
     of_tiles = (bug for size in sizes for bug in tiles(question, size))
-    every = chain(misread(question), walks.bugs(question, wrong), of_tiles)
+    every = chain(misread(question), gates.misread(question), walks.bugs(question, wrong), of_tiles)
     yield from (bug for bug in every if stage in bug.stages)
 
 
