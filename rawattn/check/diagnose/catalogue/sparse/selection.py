@@ -43,7 +43,7 @@ def _bugs(question: Question) -> Iterator[Bug]:
 def of_weights(question: Question) -> Iterator[Bug]:
     """All that change who sees whom, how often, or the factors of scores, whether they show here
     or not."""
-    yield from (Bug(name, words, ALL, see=listed(change)) for name, words, change in rows(question))
+    yield from (Bug(name, words, see=listed(change)) for name, words, change in rows(question))
     if question.block_scale is not None:
         yield from gates.bugs(question, lambda see: True)
     yield from misread(question)
