@@ -25,7 +25,7 @@ from rawattn.check.diagnose.catalogue.reading import (
 )
 from rawattn.check.diagnose.catalogue.second_order import of_one_pass, with_values
 from rawattn.check.diagnose.engine.attention import TILES, Bug
-from rawattn.check.diagnose.engine.question import BY_ROW, STAGES, Question
+from rawattn.check.diagnose.engine.question import BY_ROW, STAGES, Answers, Question
 from rawattn.check.diagnose.engine.steps import Context, Floats
 
 # Arrays that are read alike, in any stage and in those that go backward.
@@ -187,14 +187,22 @@ def _moved(operand: str, by: Map, c: Context) -> Floats:
 
 
 def rearranged(question: Question, name: str) -> Iterator[Bug]:
-    """One result in another layout, or stored at other rows."""
+    """One result in another layout, stored at other rows, or added up where others are."""
     stages = tuple(stage for stage in STAGES if name in STAGES[stage])
-    for by in maps.families(question, name in BY_ROW):
-        kind = "offsets-shifted" if by.family in ("rows", "sequences") else "transposed"
+    of_numbers = name in BY_ROW
+    for by in [*maps.families(question, of_numbers), *maps.overrun(question)]:
+        kind = "transposed" if by.family in ("layouts", "heads") else "offsets-shifted"
         put = by.family == "sequences"
         text = f"{name}{' is stored at other rows' * put}: {by.words.replace('read', 'stored')}"
         for nothing in (0.0, -np.inf) if name in ("lse", "jvp lse") else (0.0,):
             yield Bug(kind, text, stages, store=stored(by, (name,), nothing, put))
+        if put and not of_numbers:
+            text = f"{name}: rows of sequences that overlap in a workspace are added up: {by.words}"
+            yield Bug(kind, text, stages, store=partial(_shared, name, by))
+
+
+def _shared(name: str, by: Map, question: Question, answers: Answers) -> Answers:
+    return answers | {name: by.shared(maps.geometry(question, name), answers[name])}
 
 
 # ---- arrays in each other's place -------------------------------------------------------------
