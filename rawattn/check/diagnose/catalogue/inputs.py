@@ -5,7 +5,7 @@ read instead: ``inferred.inputs`` tries them on one sequence, and plants those t
 """
 
 import itertools
-from collections.abc import Collection, Iterable, Iterator
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from functools import partial
 from operator import attrgetter
 
@@ -186,23 +186,25 @@ def _moved(operand: str, by: Map, c: Context) -> Floats:
     return taken(getattr(c, operand), at, -2)
 
 
-def rearranged(question: Question, name: str) -> Iterator[Bug]:
-    """One result in another layout, stored at other rows, or added up where others are."""
-    stages = tuple(stage for stage in STAGES if name in STAGES[stage])
-    of_numbers = name in BY_ROW
+def rearranged(question: Question, names: Sequence[str]) -> Iterator[Bug]:
+    """Results in another layout, stored at other rows, or added up where others are; all of
+    ``names`` are of one side, as dk and dv are."""
+    name, whose = names[0], ", ".join(names)
+    stages, of_numbers = tuple(stage for stage in STAGES if name in STAGES[stage]), name in BY_ROW
     for by in [*maps.families(question, of_numbers), *maps.overrun(question)]:
         kind = "transposed" if by.family in ("layouts", "heads") else "offsets-shifted"
         put = by.family == "sequences"
-        text = f"{name}{' is stored at other rows' * put}: {by.words.replace('read', 'stored')}"
+        text = f"{whose}{' is stored at other rows' * put}: {by.words.replace('read', 'stored')}"
         for nothing in (0.0, -np.inf) if name in ("lse", "jvp lse") else (0.0,):
-            yield Bug(kind, text, stages, store=stored(by, (name,), nothing, put))
+            yield Bug(kind, text, stages, store=stored(by, names, nothing, put))
         if put and not of_numbers:
-            text = f"{name}: rows of sequences that overlap in a workspace are added up: {by.words}"
-            yield Bug(kind, text, stages, store=partial(_shared, name, by))
+            text = f"{whose}: rows of sequences that overlap in memory are added up: {by.words}"
+            yield Bug(kind, text, stages, store=partial(_shared, names, by))
 
 
-def _shared(name: str, by: Map, question: Question, answers: Answers) -> Answers:
-    return answers | {name: by.shared(maps.geometry(question, name), answers[name])}
+def _shared(names: Sequence[str], by: Map, question: Question, answers: Answers) -> Answers:
+    g = partial(maps.geometry, question)
+    return answers | {n: by.shared(g(n), answers[n]) for n in names if n in answers}
 
 
 # ---- arrays in each other's place -------------------------------------------------------------

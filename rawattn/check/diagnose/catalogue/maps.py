@@ -122,7 +122,7 @@ class Map:
     def shared(self, g: Geometry, x: Floats) -> Floats:
         """What rows (tokens, heads, columns) find where all of them were added up by a map."""
         rows = np.broadcast_to(self.of(g).t, g.shape)[:, 0, 0]
-        inside = (g.everywhere.t[:, 0, 0] < g.offsets[-1]) & (g.everywhere.t[:, 0, 0] >= g.offsets[0])
+        inside = (g.row.i < g.row.n)[:, 0, 0]
         places, at = np.unique(np.where(inside, rows, -NOWHERE), return_inverse=True)
         total = np.zeros((len(places), *g.shape[1:]))
         np.add.at(total, at[inside], x[inside])
@@ -355,7 +355,10 @@ def families(question: Question, statistics: bool) -> list[Map]:
 def overrun(question: Question) -> Iterator[Map]:
     """Rows of nothing where the last tile of a sequence before ends behind its last row."""
     for t in dict.fromkeys((*TILES, question.block_size)) if question.batch > 1 else ():
-        words = f"zeros behind a sequence, up to the end of its last tile of {t}, over the next one"
+        words = (
+            f"what is behind a sequence, up to the end of its last tile of {t}, zeros, is stored"
+        )
+        words += " over the first rows of the next one"
         yield Map("overrun", words, partial(_overrun, t))
 
 

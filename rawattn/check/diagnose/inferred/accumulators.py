@@ -36,7 +36,9 @@ def bugs(sample: Sample) -> Iterator[Bug]:
                 sequence = sample.sequences(name)[units[:, 0]] if tile else 0 * heads[:, 0]
                 which = _which(held, sequence, np.asarray(right.any(axis=1)))
                 text = f"{name}: a {f'tile of {tile} rows' if tile else 'head'} holds {which} too"
-                bug = "unknown" if (held < 0).any() else "accumulator-not-reset"
+                behind = np.triu(held) * (sequence[:, None] != sequence)  # not of earlier work
+                bug = "offsets-shifted" if behind.any() else "accumulator-not-reset"
+                bug = "unknown" if (held < 0).any() else bug
                 store = stored(name, partial(_with, units, held, axis))
                 yield Bug(bug, text, (sample.stage,), store=store)
                 break

@@ -14,13 +14,14 @@ from rawattn.check.diagnose.engine.attention import Bug, Floats, solve
 from rawattn.check.diagnose.engine.effort import spent
 from rawattn.check.diagnose.engine.question import (
     BY_ROW,
+    OF_KEYS,
     Answers,
     Question,
     by_rows,
     given_to_backward,
 )
 from rawattn.check.diagnose.evidence.precision import Given, relative_residual
-from rawattn.check.diagnose.inferred import accumulators, dropped, shares
+from rawattn.check.diagnose.inferred import accumulators, dropped, row_numbers, shares
 from rawattn.check.diagnose.inferred.sample import WHOLE, Sample, stored
 
 EFFORT = 3000.0  # units, for the listed ones of one stage, at most
@@ -40,6 +41,7 @@ def bugs(question: Question, answers: Answers, stage: str) -> Iterator[Bug]:
         yield from _constants(sample)
         yield from accumulators.bugs(sample)
         yield from shares.bugs(sample)
+        yield from row_numbers.bugs(sample)
         yield from _rearranged(sample)
         right, first = sample.found.keys() - wrong, sample.sequence
         listed = chain(
@@ -97,16 +99,22 @@ def _in_words(x: float) -> str:
 
 
 def _rearranged(sample: Sample) -> Iterator[Bug]:
-    """A result whose rows, or numbers, are in other places."""
+    """A result whose rows, or numbers, are in other places; those of keys alone, or all of them."""
+    of_keys = tuple(name for name in sample.wrong if name in OF_KEYS)
     for name, noise in sample.wrong.items():
-        known, here = False, {name: sample.truth[name]}
+        known = False
         most = min(FAR, HELPS * sample.of_all(name, sample.truth[name]))
-        for bug in inputs.rearranged(sample.question, name):
-            assert bug.store is not None
-            moved = bug.store(sample.question, here)[name]
-            if moved.shape == here[name].shape and sample.of_all(name, moved) < most:
-                known = True
-                yield bug
+        for names in dict.fromkeys(((name,), of_keys if name in of_keys else (name,))):
+            here = {name: sample.truth[name] for name in names}
+            for bug in inputs.rearranged(sample.question, names):
+                assert bug.store is not None
+                moved = bug.store(sample.question, here)
+                shapes = all(moved[n].shape == x.shape for n, x in here.items())
+                if shapes and all(sample.of_all(n, moved[n]) < most for n in names):
+                    known = True
+                    yield bug
+            if not known:
+                break
         if not known or name in BY_ROW:
             yield from _moved(sample, name, max(8 * noise, 1e-3))
 

@@ -67,6 +67,16 @@ def of_pairs(c: Context, Z: Array) -> Array:
     return np.asarray(np.where(c.W > 0, c.G * c.cap[1] * Z, 0.0))
 
 
+def sum_of_own(c: Context) -> Array:
+    """D as kernels have it that add it up of their own P."""
+    return np.asarray((c.P * c.dP).sum(axis=-1) - c.dL)
+
+
+def by_own_sums(c: Context) -> Array:
+    """dY with this D."""
+    return of_pairs(c, c.P * (c.dP - sum_of_own(c)[..., None]))
+
+
 def terms(question: Question) -> list[str]:
     """The terms that dS may be a sum of; "P dlse" where D is dout . out alone."""
     found = [*TERMS, *(["P dlse", "dlse"] if question.dlse is not None else [])]

@@ -11,7 +11,7 @@ from rawattn.check.diagnose.evidence.support import LESS, MORE, Support, support
 from rawattn.check.diagnose.read.classes import BACKWARD_ONLY, of_pairs
 from rawattn.check.diagnose.read.contexts import of_view
 from rawattn.check.diagnose.read.fields import Field, by_head
-from rawattn.check.diagnose.read.forms import Change, form_of
+from rawattn.check.diagnose.read.forms import Change, by_own_sums, form_of
 from rawattn.check.diagnose.read.part import Part
 from rawattn.check.diagnose.read.probe import Backward
 from rawattn.check.diagnose.read.said import COARSE, Said, of_scale
@@ -62,9 +62,15 @@ def _change(
     if (said.see is not None or said.term is not None) and _is_right(part(None, read)):
         return Change(["is that of the right weights"], "", _masked, masked=True)
     own = part(said, read)
+    if said.wrong and own.fits(own.of(by_own_sums)) and not own.fits(own.of(_as_it_is)):
+        return Change(["has D as the sum of P dP of these weights"], "", by_own_sums, masked=True)
     if same is not None and same.whole and same.dY and own.fits(own.of(same.dY)):
         return same
     return _change_of(own, lambda: part(said, second()))
+
+
+def _as_it_is(c: Context) -> Array:
+    return np.asarray(c.dY)
 
 
 def _of_sums(read: Backward) -> Said | None:
