@@ -9,8 +9,9 @@ from itertools import pairwise
 
 import numpy as np
 
-from rawattn.check.diagnose.engine.attention import TILES, Bug, Floats
+from rawattn.check.diagnose.engine.attention import Bug, Floats
 from rawattn.check.diagnose.engine.question import BY_ROW, Question, by_rows
+from rawattn.check.diagnose.evidence.places import TILES
 from rawattn.check.diagnose.inferred.sample import Sample, stored
 
 MOST = 400  # units
@@ -23,7 +24,7 @@ def bugs(sample: Sample) -> Iterator[Bug]:
     """Of each wrong result the largest tiles of which that is so, or the heads."""
     for name in (n for n in sample.wrong if n not in BY_ROW and sample.found[n].ndim == 3):
         there, truth = sample.sequences(name) >= 0, by_rows(name, sample.truth[name])
-        for tile in (*TILES[::-1], 0):  # of 0 rows: heads
+        for tile in (*TILES[:1:-1], 0):  # of 0 rows: heads
             axis = int(not tile)
             heads = np.arange(truth.shape[1])[:, None]
             units = _units(sample.question, name, tile) if tile else heads

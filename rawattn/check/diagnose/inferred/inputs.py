@@ -81,13 +81,16 @@ def _constants(sample: Sample) -> Iterator[Bug]:
         factor = float((a * b).sum() / max((b * b).sum(), np.finfo(float).tiny))
         left = relative_residual(a, factor * b, WHOLE)
         if left < 0.02 and abs(factor - 1) > max(1e-3, 2 * left):
-            store, form = stored(name, partial(np.multiply, factor)), _in_words(factor)
-            yield Bug("constant-factor", f"{name} times {form}", (sample.stage,), store=store)
+            store = stored(name, partial(np.multiply, factor))
+            form = f"{name} times {_in_words(factor, sample.question)}"
+            yield Bug("constant-factor", form, (sample.stage,), store=store)
 
 
-def _in_words(x: float) -> str:
+def _in_words(x: float, q: Question) -> str:
     """A number, and what it is near to."""
     known = {"ln 2": math.log(2), "log2(e)": 1 / math.log(2)}
+    known |= {"softmax_scale": q.scale, "1 / softmax_scale": 1 / q.scale}
+    known["1 / group: the mean over its heads, not their sum"] = 1 / q.group if q.group > 1 else 0.0
     if x and math.isfinite(x):
         power = round(math.log2(abs(x)))
         known[f"{'-' * (x < 0)}2^{power}"] = math.copysign(2.0**power, x)

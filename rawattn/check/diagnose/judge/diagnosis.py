@@ -42,17 +42,7 @@ WORDS = {
 }
 EFFORT = 6000.0  # units, after which nothing but the usual bugs is tried
 CUT = "the search was cut short: not all bugs were tried"
-SENTENCES = (
-    "dS ",
-    "D is",
-    "dq is",
-    "dk is",
-    "dv is",
-    "P is",
-    "the slope ",
-    "the heads ",
-    "pairs ",
-)  # forms that tell all
+SENTENCES = ("D is", "P is", "dS ", "dq is", "dk is", "dv is", "the slope ", "the heads ", "pairs ")
 ORDER = {name: place for place, name in enumerate(CLASSES)}
 ORDER |= dict.fromkeys(GENERIC, len(ORDER))
 

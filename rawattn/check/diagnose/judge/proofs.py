@@ -11,7 +11,7 @@ import numpy as np
 
 from rawattn.check.cases import Case
 from rawattn.check.diagnose.catalogue.classes import CLASSES
-from rawattn.check.diagnose.engine.attention import solve
+from rawattn.check.diagnose.engine.attention import TILES, solve, views_of
 from rawattn.check.diagnose.engine.question import (
     BY_ROW,
     OF_KEYS,
@@ -185,7 +185,7 @@ def of_structure(verdict: StageVerdict, side: str) -> Finding:
     """What can be said of wrong tensors that no bug of the catalogue reproduces."""
     work, names = verdict.work, verdict.unexplained
     question, where = work.question, f"{verdict.stage}: {', '.join(names)}"
-    named = _rearranged(verdict) or _dead(verdict)
+    named = _rearranged(verdict) or _dead(verdict) or _of_dead(verdict)
     if named is not None:
         bug, confidence, evidence, form = named
         title = f"{CLASSES[bug].title}: {form}" if form else ""
@@ -257,4 +257,32 @@ def _dead(verdict: StageVerdict) -> Named:
         whose = "keys that no query sees" if of_keys else "rows without an allowed key"
         text = f"{name}: {int(bad.sum())} rows are wrong, all of them {whose}"
         return "rows-not-written" if of_keys else "dead-rows", "high", (text,), form
+    return None
+
+
+def _of_dead(verdict: StageVerdict) -> Named:
+    """NaN of queries without keys, in gradients of all keys that some tile with one comes to."""
+    work, question = verdict.work, verdict.work.question
+    names, dead = verdict.unexplained, np.isneginf(solve(question, "forward")["lse"])
+    nan = [np.isnan(work.pair(name)[0]).any(axis=2) for name in names]
+    if not dead.any() or not {*names} <= {*OF_KEYS} or any((x != nan[0]).any() for x in nan):
+        return None
+    b, place = question.sequence_of("k"), question.place_of("k")
+    for t in TILES:
+        reached = np.zeros(nan[0].shape, dtype=bool)
+        for view in views_of(question):
+            tiles = np.arange(len(view.rows)) // t
+            gone = dead[np.ix_(view.heads, view.rows)]
+            there = np.stack([np.isin(tiles, tiles[x]) for x in gone])[..., None]
+            keys = view.keys[((view.weight > 0) & there).any(axis=(0, 1))]
+            reached[keys, view.head_kv] = True
+        for u in (1, question.block_size, *TILES):
+            tile = b * len(place) + place // u
+            if all(
+                (np.isin(tile, tile[x]) == y).all()
+                for x, y in zip(reached.T, nan[0].T, strict=True)
+            ):
+                form = f"NaN of their P, as lse is -inf, reaches {' and '.join(names)} of all keys"
+                text = f"{form} that a tile of {t} queries with such a row comes to"
+                return "dead-rows", "high", (text,), form
     return None
