@@ -355,10 +355,7 @@ def families(question: Question, statistics: bool) -> list[Map]:
 def overrun(question: Question) -> Iterator[Map]:
     """Rows of nothing where the last tile of a sequence before ends behind its last row."""
     for t in dict.fromkeys((*TILES, question.block_size)) if question.batch > 1 else ():
-        words = (
-            f"what is behind a sequence, up to the end of its last tile of {t}, zeros, is stored"
-        )
-        words += " over the first rows of the next one"
+        words = f"zeros up to the end of a sequence's last tile of {t} are over the next one"
         yield Map("overrun", words, partial(_overrun, t))
 
 

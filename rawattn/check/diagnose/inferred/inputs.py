@@ -21,7 +21,7 @@ from rawattn.check.diagnose.engine.question import (
     given_to_backward,
 )
 from rawattn.check.diagnose.evidence.precision import Given, relative_residual
-from rawattn.check.diagnose.inferred import accumulators, dropped, row_numbers, shares
+from rawattn.check.diagnose.inferred import accumulators, dropped, shares
 from rawattn.check.diagnose.inferred.sample import WHOLE, Sample, stored
 
 EFFORT = 3000.0  # units, for the listed ones of one stage, at most
@@ -41,7 +41,7 @@ def bugs(question: Question, answers: Answers, stage: str) -> Iterator[Bug]:
         yield from _constants(sample)
         yield from accumulators.bugs(sample)
         yield from shares.bugs(sample)
-        yield from row_numbers.bugs(sample)
+        yield from shares.by_rows_of_dq(sample)
         yield from _rearranged(sample)
         right, first = sample.found.keys() - wrong, sample.sequence
         listed = chain(
@@ -74,6 +74,7 @@ def _givens(question: Question, answers: Answers, stage: str) -> Iterator[Given]
 
 def _constants(sample: Sample) -> Iterator[Bug]:
     """A tensor that is the right one times a number."""
+    q = sample.question
     for name in sample.wrong:
         a, b = sample.found[name], by_rows(name, sample.truth[name])
         inside = (sample.sequences(name) >= 0)[:, None, None]
@@ -81,9 +82,8 @@ def _constants(sample: Sample) -> Iterator[Bug]:
         factor = float((a * b).sum() / max((b * b).sum(), np.finfo(float).tiny))
         left = relative_residual(a, factor * b, WHOLE)
         if left < 0.02 and abs(factor - 1) > max(1e-3, 2 * left):
-            store = stored(name, partial(np.multiply, factor))
-            form = f"{name} times {_in_words(factor, sample.question)}"
-            yield Bug("constant-factor", form, (sample.stage,), store=store)
+            store, form = stored(name, partial(np.multiply, factor)), _in_words(factor, q)
+            yield Bug("constant-factor", f"{name} times {form}", (sample.stage,), store=store)
 
 
 def _in_words(x: float, q: Question) -> str:
@@ -102,23 +102,20 @@ def _in_words(x: float, q: Question) -> str:
 
 
 def _rearranged(sample: Sample) -> Iterator[Bug]:
-    """A result whose rows, or numbers, are in other places; those of keys alone, or all of them."""
-    of_keys = tuple(name for name in sample.wrong if name in OF_KEYS)
+    """Results whose rows, or numbers, are in other places; those of keys alone, and together."""
+    known, of_keys = set[str](), tuple(name for name in sample.wrong if name in OF_KEYS)
+    most = {n: min(FAR, HELPS * sample.of_all(n, sample.truth[n])) for n in sample.wrong}
+    for names in dict.fromkeys([*((name,) for name in sample.wrong), of_keys]):
+        here = {name: sample.truth[name] for name in names}
+        for bug in inputs.rearranged(sample.question, names) if names else ():
+            assert bug.store is not None
+            moved = {n: x for n, x in bug.store(sample.question, here).items() if n in here}
+            shapes = all(moved[n].shape == x.shape for n, x in here.items())
+            if shapes and all(sample.of_all(n, x) < most[n] for n, x in moved.items()):
+                known |= {*names}
+                yield bug
     for name, noise in sample.wrong.items():
-        known = False
-        most = min(FAR, HELPS * sample.of_all(name, sample.truth[name]))
-        for names in dict.fromkeys(((name,), of_keys if name in of_keys else (name,))):
-            here = {name: sample.truth[name] for name in names}
-            for bug in inputs.rearranged(sample.question, names):
-                assert bug.store is not None
-                moved = bug.store(sample.question, here)
-                shapes = all(moved[n].shape == x.shape for n, x in here.items())
-                if shapes and all(sample.of_all(n, moved[n]) < most for n in names):
-                    known = True
-                    yield bug
-            if not known:
-                break
-        if not known or name in BY_ROW:
+        if name not in known or name in BY_ROW:
             yield from _moved(sample, name, max(8 * noise, 1e-3))
 
 

@@ -11,7 +11,7 @@ import numpy as np
 
 from rawattn.check.cases import Case
 from rawattn.check.diagnose.catalogue.classes import CLASSES
-from rawattn.check.diagnose.engine.attention import TILES, solve, views_of
+from rawattn.check.diagnose.engine.attention import solve
 from rawattn.check.diagnose.engine.question import (
     BY_ROW,
     OF_KEYS,
@@ -261,28 +261,15 @@ def _dead(verdict: StageVerdict) -> Named:
 
 
 def _of_dead(verdict: StageVerdict) -> Named:
-    """NaN of queries without keys, in gradients of all keys that some tile with one comes to."""
-    work, question = verdict.work, verdict.work.question
-    names, dead = verdict.unexplained, np.isneginf(solve(question, "forward")["lse"])
-    nan = [np.isnan(work.pair(name)[0]).any(axis=2) for name in names]
-    if not dead.any() or not {*names} <= {*OF_KEYS} or any((x != nan[0]).any() for x in nan):
-        return None
-    b, place = question.sequence_of("k"), question.place_of("k")
-    for t in TILES:
-        reached = np.zeros(nan[0].shape, dtype=bool)
-        for view in views_of(question):
-            tiles = np.arange(len(view.rows)) // t
-            gone = dead[np.ix_(view.heads, view.rows)]
-            there = np.stack([np.isin(tiles, tiles[x]) for x in gone])[..., None]
-            keys = view.keys[((view.weight > 0) & there).any(axis=(0, 1))]
-            reached[keys, view.head_kv] = True
-        for u in (1, question.block_size, *TILES):
-            tile = b * len(place) + place // u
-            if all(
-                (np.isin(tile, tile[x]) == y).all()
-                for x, y in zip(reached.T, nan[0].T, strict=True)
-            ):
-                form = f"NaN of their P, as lse is -inf, reaches {' and '.join(names)} of all keys"
-                text = f"{form} that a tile of {t} queries with such a row comes to"
-                return "dead-rows", "high", (text,), form
-    return None
+    """NaN of queries without keys, in gradients of the keys of their sequences alone."""
+    work, names, said = verdict.work, verdict.unexplained, []
+    dead = np.isneginf(solve(work.question, "forward")["lse"]).any(axis=0)
+    of = {*work.question.sequence_of("q")[dead].tolist()} - {-1}
+    for name in names:
+        nan = np.isnan(work.pair(name)[0]).any(axis=2)
+        there = work.question.sequence_of(name)[nan.any(axis=1)]
+        if name not in OF_KEYS or not {*there.tolist()} <= of or (work.bad(name) & ~nan).any():
+            return None
+        said.append(f"{name}: {nan.sum()} keys have NaN, all in sequences with such a row")
+    form = f"NaN of their P, as lse is -inf, reaches {' and '.join(names)} of other rows' keys"
+    return ("dead-rows", "medium", tuple(said), form) if of and said else None

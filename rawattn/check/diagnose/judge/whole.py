@@ -13,7 +13,7 @@ from rawattn.check.diagnose.engine.parts import BY_TOKENS, part
 from rawattn.check.diagnose.engine.question import Answers, Question, side_of
 from rawattn.check.diagnose.evidence import structure
 from rawattn.check.diagnose.findings import Finding
-from rawattn.check.diagnose.inferred import row_numbers
+from rawattn.check.diagnose.inferred import shares
 from rawattn.check.diagnose.inferred.sample import Sample
 from rawattn.check.diagnose.judge.match import Stage, predictions
 from rawattn.check.diagnose.judge.proofs import finding
@@ -89,7 +89,7 @@ def of_all(
     look_at = "offsets in memory (their width), grids, and workspaces: short packs are right"
     given = (side, "unknown", ", ".join(wrong), "medium", said)
     work = of[name]
-    bugs = row_numbers.bugs(Sample(*work.asked)) if work.stage == "backward" else ()
+    bugs = shares.by_rows_of_dq(Sample(*work.asked)) if work.stage == "backward" else ()
     for guess in predictions(*work.asked, bugs):
         if all(of[n] is work and work.relative(guess, n) < OFF for n in wrong):
             told = (side, guess.bug.name, *given[2:])

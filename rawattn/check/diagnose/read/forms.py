@@ -74,7 +74,7 @@ def sum_of_own(c: Context) -> Array:
 
 def by_own_sums(c: Context) -> Array:
     """dY with this D."""
-    return of_pairs(c, c.P * (c.dP - sum_of_own(c)[..., None]))
+    return _with_delta(lambda c: sum_of_own(c)[..., None], c)
 
 
 def terms(question: Question) -> list[str]:
@@ -174,8 +174,6 @@ def _others(question: Question) -> Iterator[tuple[str, str, Of]]:
         yield f"of {by.words}", "statistics-misplaced", partial(_moved, by)
     for (text, over), tile in product(OVER.items(), TILES):
         yield f"over {text.format(tile)} alone", ANOTHER, partial(_over, over, tile)
-    for count in (t for t in TILES if t < question.v.shape[2]):
-        yield f"of the first {count} columns alone", ANOTHER, partial(_of_first, count)
     if question.softcap is not None:
         yield "as the sum of P dP with the softcap's slope", ANOTHER, _with_slope
 
@@ -197,11 +195,6 @@ def _over(over: Callable[[Array, Array], Array], tile: int, c: Context) -> Array
     same = b[:, None] == b
     last = np.where(same, number, -1).max(axis=1, keepdims=True)
     return np.asarray(c.P * c.dP @ (same & over(number[:, None] - number, last - number)).mT)
-
-
-def _of_first(columns: int, c: Context) -> Array:
-    own = np.s_[..., :columns]
-    return np.asarray((c.dO[own] * c.O[own]).sum(axis=-1) - c.dL)[..., None]
 
 
 def _with_slope(c: Context) -> Array:

@@ -35,15 +35,13 @@ class Refused(Exception):
 class Weights:
     """P (num_heads_q, total_q, total_k) as out has it, and lse (num_heads_q, total_q), None if it
     is not given or depends on v. value_head, like lse: the head of v that a row took, 0.5 and the
-    like where that is none; None of a backward pass, of which ``given`` says where in lse what a
-    call gave is, and which lse it had.
+    like where that is none; None of a backward pass.
     """
 
     right: Right
     P: Array
     lse: Array | None
     value_head: Array | None
-    given: tuple[tuple[Any, Array], ...] = ()
 
     @property
     def places(self) -> Places:
@@ -216,8 +214,7 @@ def read_backward(ask: Ask, question: Question) -> Backward:
     adds = {name: np.abs(answers[name][..., :H]).sum(axis=0).T for name in ("dk", "dv")}
     passed = Right(places)
     vars(passed).update(S=of_k.S, lse=lse)  # of several calls, in place of what is computed
-    given = tuple((at, np.asarray(asked.lse)) for asked, at in of_k.asked)
-    return Backward(Weights(passed, P, lse, None, given), {"dq": of_q, "dk": of_k}, adds)
+    return Backward(Weights(passed, P, lse, None), {"dq": of_q, "dk": of_k}, adds)
 
 
 def _blocks(count: int, width: int) -> Iterator[Array]:

@@ -230,7 +230,7 @@ def _say_mass(said: Said, x: _Rows, due: Array) -> None:
     if np.ptp(ratio) < 8 * x.noise:
         mean = number(float(np.exp(-ratio.mean())))
         said.say(f"the weights of a row sum to {mean}, not 1", "")
-    elif (by := _of_other_rows(x, said.weights, due)) is not None:
+    elif (by := _of_other_rows(x, due)) is not None:
         said.say(f"the row sums are those of other rows: {by.words}", "statistics-misplaced")
         said.steps["softmax"] = partial(_over_others, by)
     elif sinks is not None and (often := _often(x, mass / sinks)) is not None:
@@ -252,23 +252,16 @@ def _say_mass(said: Said, x: _Rows, due: Array) -> None:
         said.say(f"{text}, another number in every row", "denominator")
 
 
-def _of_other_rows(x: _Rows, read: Weights, due: Array) -> maps.Map | None:
-    """Where the row sums are those of other rows, or heads, whose logarithms are ``due``, or what a
-    backward pass was given in the same call."""
-    g, found = maps.geometry(x.places.question, "lse"), due.copy()
-    for by in maps.families(x.places.question, True):
-        for at, lse in read.given or [(np.s_[:], due)]:
-            found[at] = by.moved(g, lse)[at]
-        if x.fit(found):
-            return by
-    return None
+def _of_other_rows(x: _Rows, due: Array) -> maps.Map | None:
+    """Where the row sums are those of other rows, or heads, whose logarithms are ``due``."""
+    g = maps.geometry(x.places.question, "lse")
+    moved = maps.families(x.places.question, True)
+    return next((by for by in moved if x.fit(by.moved(g, due))), None)
 
 
 def _over_others(by: maps.Map, c: Context) -> tuple[Array, Array]:
     """Weights over the sums of other rows."""
-    given = getattr(c, "given", None)
-    lse = Right(places_of(c.question)).lse if given is None else given[1]
-    L = by.moved(maps.geometry(c.question, "lse"), lse)
+    L = by.moved(maps.geometry(c.question, "lse"), Right(places_of(c.question)).lse)
     by_rows = dead_to_inf(np, L[np.ix_(c.view.heads, c.view.rows)])[..., None]
     return STEPS["softmax"](c)[0], np.exp(c.S - by_rows)
 
