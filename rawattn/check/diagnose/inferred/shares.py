@@ -101,7 +101,7 @@ def by_rows_of_dq(sample: Sample) -> Iterator[Bug]:
     known |= {"dout . out + dlse": D + 2 * dL, f"{number(factor)} D": factor * D}
     what = next((n for n, x in known.items() if np.abs(held - x)[bad].max() < least), "")
     due = known.get(what, held)
-    tells = bad | (np.abs(due - D) * size.T > 4 * allowed.T)
+    tells = bad | (np.abs(due - D) * size.T > 4 * allowed.T) | (not what)
     text = f"D is {what or 'another number'}, not dout . out{' - dlse' * bool(dL.any())}"
     planted = np.where(bad, due, D)
     steps = {"D": lambda c: np.asarray(planted[np.ix_(c.view.heads, c.view.rows)])}

@@ -262,14 +262,14 @@ def _dead(verdict: StageVerdict) -> Named:
 
 def _of_dead(verdict: StageVerdict) -> Named:
     """NaN of queries without keys, in gradients of the keys of their sequences alone."""
-    work, names, said = verdict.work, verdict.unexplained, []
+    work, names, said = verdict.work, verdict.unexplained, list[str]()
     dead = np.isneginf(solve(work.question, "forward")["lse"]).any(axis=0)
-    of = {*work.question.sequence_of("q")[dead].tolist()} - {-1}
+    of = work.question.sequence_of("q")[dead]
     for name in names:
         nan = np.isnan(work.pair(name)[0]).any(axis=2)
-        there = work.question.sequence_of(name)[nan.any(axis=1)]
-        if name not in OF_KEYS or not {*there.tolist()} <= of or (work.bad(name) & ~nan).any():
+        there = np.isin(work.question.sequence_of(name), of)
+        if name not in OF_KEYS or nan[~there].any() or (work.bad(name) & ~nan).any():
             return None
         said.append(f"{name}: {nan.sum()} keys have NaN, all in sequences with such a row")
     form = f"NaN of their P, as lse is -inf, reaches {' and '.join(names)} of other rows' keys"
-    return ("dead-rows", "medium", tuple(said), form) if of and said else None
+    return "dead-rows", "medium", tuple(said), form

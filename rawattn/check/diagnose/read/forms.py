@@ -59,7 +59,7 @@ def form_of(part: Part) -> Change | None:
     """The plainest form that gives all that was read."""
     forms = (change for make in (_sums, _columns, _row_terms) for change in make(part))
     found = (x for x in forms if x.dY is not None and part.fits(part.of(x.dY)))
-    return next(found, None) or _another_term(part)
+    return next(found, None)
 
 
 def of_pairs(c: Context, Z: Array) -> Array:
@@ -70,11 +70,6 @@ def of_pairs(c: Context, Z: Array) -> Array:
 def sum_of_own(c: Context) -> Array:
     """D as kernels have it that add it up of their own P."""
     return np.asarray((c.P * c.dP).sum(axis=-1) - c.dL)
-
-
-def by_own_sums(c: Context) -> Array:
-    """dY with this D."""
-    return _with_delta(lambda c: sum_of_own(c)[..., None], c)
 
 
 def terms(question: Question) -> list[str]:
@@ -207,12 +202,4 @@ def _with_delta(D: Of, c: Context) -> Array:
     return of_pairs(c, c.P * (c.dP - D(c)))
 
 
-def _another_term(part: Part) -> Change | None:
-    """Whether what stands in the place of D is a number of every row, in every call."""
-    for _, at in part.slopes.asked:
-        T = part.row_term[at]
-        low, high = (np.where(np.isfinite(T), T, x) for x in (np.inf, -np.inf))
-        if (high.max(axis=-1) - low.min(axis=-1) > size_of(part)).any():
-            return None
-    text = "has another row term than D = dout . out"
-    return Change([text], ANOTHER) if part.known.any() else None
+by_own_sums = partial(_with_delta, lambda c: sum_of_own(c)[..., None])

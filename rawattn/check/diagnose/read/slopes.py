@@ -35,9 +35,6 @@ def said_of_backward(read: Backward, again: Callable[[], Backward]) -> Said:
         return said  # what dS should be is not known
     dq = _change(said, read, second, "dq", None)
     dk = _change(said, read, second, "dk", dq)
-    other_D = [change.name.startswith("delta") for change in (dq, dk)]
-    if other_D[0] != other_D[1] and dq.text and dk.text:  # dq has the cotangents of all heads
-        dq = dk = Change(["has another row term than D of its row"], "delta-of-another-out")
     if dq.text == dk.text:
         _say(said, dq, "dS", "")
     else:
