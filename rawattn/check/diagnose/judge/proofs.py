@@ -268,7 +268,7 @@ def _of_dead(verdict: StageVerdict) -> Named:
     for name in names:
         nan = np.isnan(work.pair(name)[0]).any(axis=2)
         there = np.isin(work.question.sequence_of(name), of)
-        if name not in OF_KEYS or nan[~there].any() or (work.bad(name) & ~nan).any():
+        if name not in OF_KEYS or not nan.any() or (nan != work.bad(name) & there[:, None]).any():
             return None
         said.append(f"{name}: {nan.sum()} keys have NaN, all in sequences with such a row")
     form = f"NaN of their P, as lse is -inf, reaches {' and '.join(names)} of other rows' keys"
