@@ -25,7 +25,7 @@ from rawattn.check.diagnose.catalogue.reading import (
 )
 from rawattn.check.diagnose.catalogue.second_order import of_one_pass, with_values
 from rawattn.check.diagnose.engine.attention import TILES, Bug
-from rawattn.check.diagnose.engine.question import BY_ROW, STAGES, Answers, Question
+from rawattn.check.diagnose.engine.question import BY_ROW, STAGES, Question
 from rawattn.check.diagnose.engine.steps import Context, Floats
 
 # Arrays that are read alike, in any stage and in those that go backward.
@@ -189,22 +189,19 @@ def _moved(operand: str, by: Map, c: Context) -> Floats:
 def rearranged(question: Question, names: Sequence[str]) -> Iterator[Bug]:
     """Results in another layout, stored at other rows, or added up where others are; all of
     ``names`` are of one side, as dk and dv are."""
-    name, whose = names[0], ", ".join(names)
-    stages, of_numbers = tuple(stage for stage in STAGES if name in STAGES[stage]), name in BY_ROW
+    stages = tuple(stage for stage in STAGES if names[0] in STAGES[stage])
+    of_numbers, whose = names[0] in BY_ROW, ", ".join(names)
     for by in [*maps.families(question, of_numbers), *maps.overrun(question)]:
         kind = "transposed" if by.family in ("layouts", "heads") else "offsets-shifted"
-        put = by.family == "sequences"
-        text = f"{whose}{' is stored at other rows' * put}: {by.words.replace('read', 'stored')}"
-        for nothing in (0.0, -np.inf) if name in ("lse", "jvp lse") else (0.0,):
-            yield Bug(kind, text, stages, store=stored(by, names, nothing, put))
-        if put and not of_numbers:
-            text = f"{whose}: rows of sequences that overlap in memory are added up: {by.words}"
-            yield Bug(kind, text, stages, store=partial(_shared, names, by))
-
-
-def _shared(names: Sequence[str], by: Map, question: Question, answers: Answers) -> Answers:
-    g = partial(maps.geometry, question)
-    return answers | {n: by.shared(g(n), answers[n]) for n in names if n in answers}
+        ways = {"": Map.moved}
+        if by.family == "sequences":
+            ways = {" is stored at other rows": Map.put}
+            if not of_numbers:
+                ways[": rows of sequences that overlap in memory are added up"] = Map.shared
+        for nothing in (0.0, -np.inf) if names[0] in ("lse", "jvp lse") else (0.0,):
+            for how, way in ways.items():
+                text = f"{whose}{how}: {by.words.replace('read', 'stored')}"
+                yield Bug(kind, text, stages, store=stored(by, names, nothing, way))
 
 
 # ---- arrays in each other's place -------------------------------------------------------------

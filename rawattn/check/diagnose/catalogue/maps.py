@@ -119,14 +119,13 @@ class Map:
         found[rows[there]] = x[there]
         return found
 
-    def shared(self, g: Geometry, x: Floats) -> Floats:
-        """What rows (tokens, heads, columns) find where all of them were added up by a map."""
-        rows = np.broadcast_to(self.of(g).t, g.shape)[:, 0, 0]
-        inside = (g.row.i < g.row.n)[:, 0, 0]
-        places, at = np.unique(np.where(inside, rows, -NOWHERE), return_inverse=True)
+    def shared(self, g: Geometry, x: Floats, nothing: float = 0.0) -> Floats:
+        """What rows (tokens, heads, columns) find where a map of rows added all of them up."""
+        inside = g.row.i < g.row.n
+        places, at = np.unique(np.where(inside, self.of(g).t, -NOWHERE), return_inverse=True)
         total = np.zeros((len(places), *g.shape[1:]))
-        np.add.at(total, at[inside], x[inside])
-        return np.where(inside[:, None, None], total[at], 0.0)
+        np.add.at(total, at.ravel(), np.where(inside, x, 0.0))
+        return np.where(inside, total[at.ravel()], nothing)
 
 
 def _taken(x: Floats, at: At, nothing: float) -> Floats:
@@ -354,7 +353,7 @@ def families(question: Question, statistics: bool) -> list[Map]:
 
 def overrun(question: Question) -> Iterator[Map]:
     """Rows of nothing where the last tile of a sequence before ends behind its last row."""
-    for t in dict.fromkeys((*TILES, question.block_size)) if question.batch > 1 else ():
+    for t in {*TILES, question.block_size} if question.batch > 1 else ():
         words = f"zeros up to the end of a sequence's last tile of {t} are over the next one"
         yield Map("overrun", words, partial(_overrun, t))
 

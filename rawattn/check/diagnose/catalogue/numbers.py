@@ -133,10 +133,8 @@ def of_backward(question: Question) -> Iterator[Bug]:
 
 
 def _of_unmasked(c: Context) -> Floats:
-    keys, head = c.view.keys, c.view.head_kv  # those too that nobody sees
-    K, V = (np.asarray(x[keys, head], dtype=np.float64) for x in (c.question.k, c.question.v))
-    P = STEPS["softmax"](changed(c, S=c.s * times(c.Q, K.T)))[1]
-    return np.asarray((c.dO * times(P, V)).sum(axis=-1) - c.dL)
+    P = STEPS["softmax"](changed(c, S=c.G * c.cap[0]))[1]
+    return np.asarray((P * c.dP).sum(axis=-1) - c.dL)
 
 
 def _swapped(one: str, other: str) -> Store:

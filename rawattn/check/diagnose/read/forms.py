@@ -11,7 +11,7 @@ import numpy as np
 
 from rawattn.check.diagnose.catalogue import maps
 from rawattn.check.diagnose.catalogue.reading import of_view
-from rawattn.check.diagnose.engine.attention import TILES, Context, deltas
+from rawattn.check.diagnose.engine.attention import TILES, Context, changed, deltas
 from rawattn.check.diagnose.engine.question import Question
 from rawattn.check.diagnose.engine.steps import times
 from rawattn.check.diagnose.read.fields import sum_in_words, sums_of
@@ -156,10 +156,11 @@ def _of_columns(factors: Array, c: Context) -> Array:
 def _row_terms(part: Part) -> Iterator[Change]:
     """D of other rows or heads, or of some keys alone."""
     (c, at), known = part.main, part.known[part.main[1]]
+    most = part.noise * float(np.nanmax(np.abs(part.row_term), initial=1.0))
     for text, name, D in _others(part.places.question) if known.any() else ():
         with np.errstate(invalid="ignore"):
             due = np.broadcast_to(D(c), part.P.shape)
-            held = np.abs(part.row_term[at] - due[at]) < size_of(part)
+            held = np.abs(part.row_term[at] - due[at]) < most
         if held.mean(where=known) > MOST_PAIRS:
             yield Change([f"takes D {text}"], name, partial(_with_delta, D), whole=True)
 
@@ -171,11 +172,6 @@ def _others(question: Question) -> Iterator[tuple[str, str, Of]]:
         yield f"over {text.format(tile)} alone", ANOTHER, partial(_over, over, tile)
     if question.softcap is not None:
         yield "as the sum of P dP with the softcap's slope", ANOTHER, _with_slope
-
-
-def size_of(part: Part) -> float:
-    """What a row term may be off by."""
-    return part.noise * float(np.nanmax(np.abs(part.row_term), initial=1.0))
 
 
 def _moved(by: maps.Map, c: Context) -> Array:
@@ -193,9 +189,7 @@ def _over(over: Callable[[Array, Array], Array], tile: int, c: Context) -> Array
 
 
 def _with_slope(c: Context) -> Array:
-    return np.asarray(
-        (c.P * c.dP * c.cap[1]).sum(axis=-1, keepdims=True) - np.asarray(c.dL)[..., None]
-    )
+    return sum_of_own(changed(c, dP=c.dP * c.cap[1]))[..., None]
 
 
 def _with_delta(D: Of, c: Context) -> Array:
