@@ -334,13 +334,13 @@ def layouts(statistics: bool, grouped: bool = False) -> Iterator[Map]:
     """Memory of one order that is read in another, of an array or of every sequence; ``grouped``:
     also of every group of heads in these."""
     memory, *others = ("ht", "th") if statistics else ("thd", "htd", "tdh", "dht", "dth", "hdt")
-    parts = [("", (False, False), others), (", every sequence", (True, False), others[:1])]
-    parts += [(", every sequence and group of heads", (True, True), others[:1])] * grouped
-    for whole, each, other in ((*of, other) for *of, some in parts for other in some):
+    parts = [*((other, False, False) for other in others), (others[0], True, False)]
+    for other, each, group in parts + [(others[0], True, True)] * grouped:
         for read, written in ((other, memory), (memory, other)):
             orders = (", ".join(LETTERS[letter] for letter in of) for of in (written, read))
-            words = "({}) read as ({})".format(*orders) + whole
-            yield Map("layouts", words, partial(_at, Order(read, *each), Order(written, *each)))
+            words = "({}) read as ({})".format(*orders) + ", every sequence" * each
+            of = partial(_at, Order(read, each, group), Order(written, each, group))
+            yield Map("layouts", words + " and group of heads" * group, of)
 
 
 def families(question: Question, statistics: bool) -> list[Map]:

@@ -22,7 +22,7 @@ from rawattn.check.diagnose.read.forms import MOST, of_terms, of_terms_in_words,
 
 GRADIENTS = {"dq": "dQ", "dk": "dK", "dv": "dV"}
 LEAST, KEYS = 4, 3  # columns that tell a number of a row, and keys of it
-OFF = 1e-2  # of its size: what a number may be off by that has a name
+OFF, ROUNDED = 1e-2, 5  # of its size: what a D may be off by that has a name, and 16 bits
 
 
 def bugs(sample: Sample) -> Iterator[Bug]:
@@ -93,9 +93,10 @@ def by_rows_of_dq(sample: Sample) -> Iterator[Bug]:
     more = (off * along).sum(axis=2) / np.where(length > 0, length, 1.0)
     bad = (np.abs(more) * size > allowed).T
     fits = np.abs(off - more[..., None] * along).max(axis=2) <= allowed
-    if not fits.all() or not bad.any() or (count[bad] >= KEYS).mean() < 0.5:
-        return
     held, least = D + more.T, OFF * float(np.sqrt(np.mean(D**2)))
+    far = bad.any() and np.sqrt(np.mean((held - D)[bad] ** 2)) > ROUNDED * least
+    if not fits.all() or not far or (count[bad] >= KEYS).mean() < 0.5:
+        return
     factor = float(held[bad] @ D[bad]) / max(float(D[bad] @ D[bad]), least**2)
     known = {"0": 0 * D, "- dlse": -dL, "dlse": dL, "dout . out": D + dL}
     known |= {"dout . out + dlse": D + 2 * dL, f"{number(factor)} D": factor * D}
@@ -105,8 +106,8 @@ def by_rows_of_dq(sample: Sample) -> Iterator[Bug]:
     text = f"D is {what or 'another number'}, not dout . out{' - dlse' * bool(dL.any())}"
     planted = np.where(bad, due, D)
     steps = {"D": lambda c: np.asarray(planted[np.ix_(c.view.heads, c.view.rows)])}
-    name = "delta-of-another-out" if what else "unknown"
-    yield Bug(name, text + _rows_in_words(q, bad.T, tells.T), BACKWARD, steps=steps)
+    text += _rows_in_words(q, bad.T, tells.T)
+    yield Bug("delta-of-another-out" if what else "unknown", text, BACKWARD, steps=steps)
 
 
 def _rows_in_words(q: Question, bad: np.ndarray, tells: np.ndarray) -> str:
