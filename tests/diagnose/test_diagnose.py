@@ -15,6 +15,7 @@ from rawattn.check.diagnose.judge.diagnosis import diagnose
 from rawattn.check.diagnose.judge.failures import answers_of, question_of, small
 from rawattn.check.diagnose.judge.proofs import reference_of
 from rawattn.check.diagnose.judge.whole import SCORES, cost, cut
+from rawattn.check.diagnose.read.forms import sum_of_own
 from rawattn.check.machine import use_simulator
 from rawattn.check.peer import torch_attention
 from rawattn.check.run import own
@@ -94,11 +95,60 @@ def _gradients(question: Any, **steps: Any) -> dict[str, Any]:
         ("dS for P in P^T dO", {"dV": lambda c: STEPS["dV"](changed(c, P=c.dY))}),
         ("count 1 (head 0), 0.25 (head 1)", {"sum_heads": lambda c: lambda x: x[0] + x[1] / 4}),
         ("the slope is 1 - tanh", {"dY": lambda c: c.dS * (1 - np.tanh(c.Y / 2))}),
+        ("in some rows: the rows with i % 16 = 9", {"D": lambda c: c.D + 3 * (_i(c) % 16 == 9)}),
+        ("lse: the next head", {"bP": lambda c: _of_next(c), "D": sum_of_own}),
     ],
 )
 def test_gradients_of_other_parts_are_read(said: str, steps: dict[str, Any]) -> None:
     question = packed(dtype=FLOAT64, dlse=True, softcap=2.0)
     (found,) = diagnose(question, _gradients(question, **steps)).findings
+    assert said in found.title
+
+
+def _i(c: Any) -> Any:
+    return c.question.place_of("q")[c.view.rows]
+
+
+def _of_next(c: Any) -> Any:
+    return np.exp(c.S - np.roll(c.given[1], -1, 0)[np.ix_(c.view.heads, c.view.rows)][..., None])
+
+
+def _overlapping(x: Any) -> Any:
+    both = x[16:20] + x[20:24]
+    return np.concatenate([x[:16], both, both, x[24:]])
+
+
+def _unfolded(x: Any) -> Any:
+    parts = [x[a:b, h : h + 2] for a, b in ((0, 20), (20, 50), (50, 96)) for h in (0, 2)]
+    parts = [part.swapaxes(0, 1).reshape(part.shape) for part in parts]
+    return np.concatenate([np.concatenate(parts[n : n + 2], axis=1) for n in (0, 2, 4)])
+
+
+@pytest.mark.parametrize(
+    ("said", "of", "names"),
+    [
+        (
+            "dk, dv: rows of sequences that overlap in memory are added up",
+            _overlapping,
+            ("dk", "dv"),
+        ),
+        ("every sequence and group of heads", _unfolded, ("dq",)),
+        (
+            "dk, dv: zeros up to the end of a sequence's last tile of",
+            lambda x: x * (~np.isin(np.arange(96), [*range(20, 32), 50, 51]))[:, None, None],
+            ("dk", "dv"),
+        ),
+        (
+            "NaN of their P, as lse is -inf, reaches dv",
+            lambda x: np.where(np.arange(60)[:, None, None] < 16, np.nan, x),
+            ("dv",),
+        ),
+    ],
+)
+def test_other_stores_are_read(said: str, of: Any, names: tuple[str, ...]) -> None:
+    of_dead = {"lengths": (40, 30, 26), "lengths_k": (20, 30, 10)} if "NaN" in said else {}
+    wrong = _gradients(question := packed(dtype=FLOAT64, **of_dead))
+    (found,) = diagnose(question, wrong | {n: of(wrong[n]) for n in names}).findings
     assert said in found.title
 
 

@@ -5,7 +5,7 @@ read instead: ``inferred.inputs`` tries them on one sequence, and plants those t
 """
 
 import itertools
-from collections.abc import Collection, Iterable, Iterator
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from functools import partial
 from operator import attrgetter
 
@@ -182,15 +182,22 @@ def _moved(operand: str, by: Map, c: Context) -> Floats:
     return taken(getattr(c, operand), at, -2)
 
 
-def rearranged(question: Question, name: str) -> Iterator[Bug]:
-    """One result in another layout, or stored at other rows."""
-    stages = tuple(stage for stage in STAGES if name in STAGES[stage])
-    for by in maps.families(question, name in BY_ROW):
-        kind = "offsets-shifted" if by.family in ("rows", "sequences") else "transposed"
-        put = by.family == "sequences"
-        text = f"{name}{' is stored at other rows' * put}: {by.words.replace('read', 'stored')}"
-        for nothing in (0.0, -np.inf) if name in ("lse", "jvp lse") else (0.0,):
-            yield Bug(kind, text, stages, store=stored(by, (name,), nothing, put))
+def rearranged(question: Question, names: Sequence[str]) -> Iterator[Bug]:
+    """Results in another layout, stored at other rows, or added up where others are; all of
+    ``names`` are of one side, as dk and dv are."""
+    stages = tuple(stage for stage in STAGES if names[0] in STAGES[stage])
+    of_numbers, whose = names[0] in BY_ROW, ", ".join(names)
+    for by in [*maps.families(question, of_numbers), *maps.overrun(question)]:
+        kind = "transposed" if by.family in ("layouts", "heads") else "offsets-shifted"
+        ways = {"": Map.moved}
+        if by.family == "sequences":
+            ways = {" is stored at other rows": Map.put}
+            if not of_numbers:
+                ways[": rows of sequences that overlap in memory are added up"] = Map.shared
+        for nothing in (0.0, -np.inf) if names[0] in ("lse", "jvp lse") else (0.0,):
+            for how, way in ways.items():
+                text = f"{whose}{how}: {by.words.replace('read', 'stored')}"
+                yield Bug(kind, text, stages, store=stored(by, names, nothing, way))
 
 
 # ---- arrays in each other's place -------------------------------------------------------------

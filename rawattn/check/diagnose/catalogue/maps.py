@@ -118,6 +118,14 @@ class Map:
         found[rows[there]] = x[there]
         return found
 
+    def shared(self, g: Geometry, x: Floats, nothing: float = 0.0) -> Floats:
+        """What rows (tokens, heads, columns) find where a map of rows added all of them up."""
+        inside = g.row.i < g.row.n
+        places, at = np.unique(np.where(inside, self.of(g).t, -NOWHERE), return_inverse=True)
+        total = np.zeros((len(places), *g.shape[1:]))
+        np.add.at(total, at.ravel(), np.where(inside, x, 0.0))
+        return np.where(inside, total[at.ravel()], nothing)
+
 
 def _taken(x: Floats, at: At, nothing: float) -> Floats:
     """``x`` (tokens, heads, columns) at these places, ``nothing`` where there are none."""
@@ -286,17 +294,20 @@ def heads_of_keys(question: Question) -> Iterator[Map]:
 
 class Order(NamedTuple):
     """Memory in this order of ``LETTERS``, the last one the fastest; ``each``: of one sequence
-    after the other."""
+    after the other; ``grouped``: there of one group of heads after the other."""
 
     letters: str
     each: bool = False
+    grouped: bool = False
 
     def numbers(self, g: Geometry) -> Ints:
         """Where everything of an array lies in memory; -1 for what is in no sequence."""
         (t, h, j), row = g.everywhere, g.row
-        sizes = {"t": row.n if self.each else g.shape[0], "h": g.shape[1], "d": g.shape[2]}
-        of = {"t": row.i if self.each else t, "h": h, "d": j}
+        heads = g.group if self.grouped else g.shape[1]
+        sizes = {"t": row.n if self.each else g.shape[0], "h": heads, "d": g.shape[2]}
+        of = {"t": row.i if self.each else t, "h": h % heads, "d": j}
         found, stride = row.start * g.shape[1] * g.shape[2] * self.each, np.ones_like(row.n)
+        found = found + h // heads * heads * sizes["t"] * g.shape[2]
         for letter in reversed(self.letters):
             found, stride = found + of[letter] * stride, stride * sizes[letter]
         return np.where(self.each & (row.i >= row.n), -1, found)
@@ -315,18 +326,36 @@ def _at(read: Order, written: Order, g: Geometry) -> At:
     return At(np.where(found < 0, -1, t), h, j)
 
 
-def layouts(statistics: bool) -> Iterator[Map]:
-    """Memory of one order that is read in another, of an array or of every sequence."""
+def layouts(statistics: bool, grouped: bool = False) -> Iterator[Map]:
+    """Memory of one order that is read in another, of an array or of every sequence; ``grouped``:
+    also of every group of heads in these."""
     memory, *others = ("ht", "th") if statistics else ("thd", "htd", "tdh", "dht", "dth", "hdt")
-    for each, other in [*((False, other) for other in others), (True, others[0])]:
+    parts = [*((other, False, False) for other in others), (others[0], True, False)]
+    for other, each, group in parts + [(others[0], True, True)] * grouped:
         for read, written in ((other, memory), (memory, other)):
             orders = (", ".join(LETTERS[letter] for letter in of) for of in (written, read))
             words = "({}) read as ({})".format(*orders) + ", every sequence" * each
-            yield Map("layouts", words, partial(_at, Order(read, each), Order(written, each)))
+            of = partial(_at, Order(read, each, group), Order(written, each, group))
+            yield Map("layouts", words + " and group of heads" * group, of)
 
 
 def families(question: Question, statistics: bool) -> list[Map]:
     """All maps of row statistics, or of what has columns; but for rows of the latter, which are of
     one product."""
     inside = rows(question) if statistics else ()
-    return [*layouts(statistics), *heads(question), *inside, *sequences(question)]
+    grouped = question.group > 1 and question.num_heads_kv > 1
+    return [*layouts(statistics, grouped), *heads(question), *inside, *sequences(question)]
+
+
+def overrun(question: Question) -> Iterator[Map]:
+    """Rows of nothing where the last tile of a sequence before ends behind its last row."""
+    for t in {*TILES, question.block_size} if question.batch > 1 else ():
+        words = f"zeros up to the end of a sequence's last tile of {t} are over the next one"
+        yield Map("overrun", words, partial(_overrun, t))
+
+
+def _overrun(t: int, g: Geometry) -> At:
+    starts, stops, token = g.offsets[:-1], g.offsets[1:], g.everywhere.t
+    ends = starts + -(-(stops - starts) // t) * t
+    over = ((token >= stops) & (token < ends)).any(axis=-1, keepdims=True)
+    return g.everywhere._replace(t=np.where(over, -NOWHERE, token))

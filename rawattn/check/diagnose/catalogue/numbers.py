@@ -123,12 +123,8 @@ def of_backward(question: Question) -> Iterator[Bug]:
 
 
 def _of_unmasked(c: Context) -> Floats:
-    keys, head = c.view.keys, c.view.head_kv  # those too that nobody sees
-    K, V = (np.asarray(x[keys, head], dtype=np.float64) for x in (c.question.k, c.question.v))
-    every = changed(c, K=K, V=V)
-    every.S = STEPS["Y"](every)
-    every.P = STEPS["softmax"](every)[1]
-    return np.asarray((c.dO * STEPS["O"](every)).sum(axis=-1) - c.dL)
+    P = STEPS["softmax"](changed(c, S=c.G * c.cap[0]))[1]
+    return np.asarray((P * c.dP).sum(axis=-1) - c.dL)
 
 
 def _swapped(one: str, other: str) -> Store:

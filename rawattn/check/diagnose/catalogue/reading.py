@@ -1,11 +1,11 @@
 """How a bug reads or stores arrays at other places than it should, or reads others."""
 
-from collections.abc import Collection, Mapping
+from collections.abc import Callable, Collection, Mapping
 from functools import lru_cache
 
 import numpy as np
 
-from rawattn.check.diagnose.catalogue.maps import STATISTICS, Map, geometry
+from rawattn.check.diagnose.catalogue.maps import STATISTICS, Geometry, Map, geometry
 from rawattn.check.diagnose.engine.attention import Same, Store, deltas, solve
 from rawattn.check.diagnose.engine.question import Question
 from rawattn.check.diagnose.engine.steps import STEPS, Context, Floats, Step
@@ -14,6 +14,7 @@ OPERANDS = {  # the names of contexts for those of arrays
     **{"q": "Q", "k": "K", "v": "V", "dout": "dO", "out": "O"},
     **{"lse": "L", "dlse": "dL", "delta": "other_D", "tq": "tQ", "tk": "tK", "tv": "tV"},
 }
+Way = Callable[[Map, Geometry, Floats, float], Floats]
 ARRAYS = {operand: name for name, operand in OPERANDS.items()}
 OF_KEYS = ("k", "v", "tk", "tv")
 
@@ -79,14 +80,12 @@ def taken(x: Floats, places: np.ndarray, axis: int, nothing: float = 0.0) -> Flo
     return np.moveaxis(found, 0, axis)
 
 
-def stored(by: Map, names: Collection[str] = (), nothing: float = 0.0, put: bool = False) -> Store:
-    """Results, or some of them, as they are read by a map, or ``put`` by one; ``nothing`` is what
-    is left where none is."""
-
-    def moved(question: Question, name: str, x: Floats) -> Floats:
-        return (by.put if put else by.moved)(geometry(question, name), x, nothing)
-
+def stored(
+    by: Map, names: Collection[str] = (), nothing: float = 0.0, way: Way = Map.moved
+) -> Store:
+    """Results, or some of them, as a map has them in one of its ways; ``nothing`` is what is left
+    where none is."""
     return lambda question, answers: {
-        name: moved(question, name, x) if not names or name in names else x
+        name: way(by, geometry(question, name), x, nothing) if not names or name in names else x
         for name, x in answers.items()
     }

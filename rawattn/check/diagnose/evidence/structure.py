@@ -31,8 +31,9 @@ def named(what: str, indices: Any) -> str:
     return f"{what}{plural} {', '.join(pieces)}".strip()
 
 
-def where(question: Question, tensor: str, bad: Bools) -> Iterator[str]:
-    """Where the ``bad`` rows (tokens, heads) lie: heads, sequences, rows, in sentences."""
+def where(question: Question, tensor: str, bad: Bools, tells: Bools | bool = True) -> Iterator[str]:
+    """Where the ``bad`` rows (tokens, heads) lie: heads, sequences, rows, in sentences; ``tells``:
+    of which rows it is known."""
     within = question.sequence_of(tensor)
     there, row = within >= 0, ROWS[side_of(tensor)]
     head = "kv head" if tensor in OF_KEYS else "selection head" if tensor in OF_SLOTS else "head"
@@ -50,9 +51,9 @@ def where(question: Question, tensor: str, bad: Bools) -> Iterator[str]:
     if len(of_sequences) < sequences:
         yield f"only {named('sequence', of_sequences)} of {sequences}"
     places = _Rows(question, tensor, heads)
-    whole = np.broadcast_to(there[:, None], bad.shape)
+    whole = np.broadcast_to(there[:, None] & tells, bad.shape)
     touched = np.isin(within, of_sequences)[:, None] & np.isin(np.arange(heads), of_heads)[None]
-    for domain, words in ((whole, ""), (touched, "of these, ")):
+    for domain, words in ((whole, ""), (touched & whole, "of these, ")):
         rule = rule_of(Shown(places, domain.T, bad.T))
         if rule is not None and 0 < len(rule.spans) < SPANS:
             yield f"{words}the {row}s with {rule}"

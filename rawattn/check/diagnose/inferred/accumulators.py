@@ -7,8 +7,9 @@ from itertools import pairwise
 
 import numpy as np
 
-from rawattn.check.diagnose.engine.attention import TILES, Bug, Floats
+from rawattn.check.diagnose.engine.attention import Bug, Floats
 from rawattn.check.diagnose.engine.question import BY_ROW, Question, by_rows
+from rawattn.check.diagnose.evidence.places import TILES
 from rawattn.check.diagnose.inferred.sample import Sample, stored
 
 MOST = 400  # units
@@ -21,7 +22,7 @@ def bugs(sample: Sample) -> Iterator[Bug]:
     """Of each wrong result the largest tiles of which that is so, or the heads."""
     for name in (n for n in sample.wrong if n not in BY_ROW and sample.found[n].ndim == 3):
         of, truth = sample.question.sequence_of(name), by_rows(name, sample.truth[name])
-        for tile in (*TILES[::-1], 0):  # of 0 rows: heads
+        for tile in (*TILES[:1:-1], 0):  # of 0 rows: heads
             axis = int(not tile)
             heads = np.arange(truth.shape[1])[:, None]
             units = _units(sample.question, name, tile) if tile else heads
@@ -34,7 +35,9 @@ def bugs(sample: Sample) -> Iterator[Bug]:
                 sequence = of[units[:, 0]] if tile else 0 * heads[:, 0]
                 which = _which(held, sequence, np.asarray(right.any(axis=1)))
                 text = f"{name}: a {f'tile of {tile} rows' if tile else 'head'} holds {which} too"
-                bug = "unknown" if (held < 0).any() else "accumulator-not-reset"
+                behind = np.triu(held) * (sequence[:, None] != sequence)  # not of earlier work
+                bug = "offsets-shifted" if behind.any() else "accumulator-not-reset"
+                bug = "unknown" if (held < 0).any() else bug
                 store = stored(name, partial(_with, units, held, axis))
                 yield Bug(bug, text, (sample.stage,), store=store)
                 break

@@ -12,7 +12,7 @@ from rawattn.check.diagnose.catalogue import inputs, stages, tile_sums
 from rawattn.check.diagnose.catalogue.sparse import selection
 from rawattn.check.diagnose.engine.attention import Bug, Floats, Given, solve
 from rawattn.check.diagnose.engine.effort import spent
-from rawattn.check.diagnose.engine.question import BY_ROW, Answers, Question, by_rows
+from rawattn.check.diagnose.engine.question import BY_ROW, OF_KEYS, Answers, Question, by_rows
 from rawattn.check.diagnose.evidence.precision import relative_residual
 from rawattn.check.diagnose.inferred import accumulators, dropped, shares
 from rawattn.check.diagnose.inferred.sample import WHOLE, Sample, stored
@@ -34,6 +34,7 @@ def bugs(question: Question, answers: Answers, stage: str) -> Iterator[Bug]:
         yield from _constants(sample)
         yield from accumulators.bugs(sample)
         yield from shares.bugs(sample)
+        yield from shares.by_rows_of_dq(sample)
         yield from _rearranged(sample)
         right, first = sample.found.keys() - wrong, sample.sequence
         listed = chain(
@@ -66,6 +67,7 @@ def _givens(question: Question, answers: Answers, stage: str) -> Iterator[Given]
 
 def _constants(sample: Sample) -> Iterator[Bug]:
     """A tensor that is the right one times a number."""
+    q = sample.question
     for name in sample.wrong:
         a, b = sample.found[name], by_rows(name, sample.truth[name])
         inside = (sample.question.sequence_of(name) >= 0)[:, None, None]
@@ -73,13 +75,15 @@ def _constants(sample: Sample) -> Iterator[Bug]:
         factor = float((a * b).sum() / max((b * b).sum(), np.finfo(float).tiny))
         left = relative_residual(a, factor * b, WHOLE)
         if left < 0.02 and abs(factor - 1) > max(1e-3, 2 * left):
-            store, form = stored(name, partial(np.multiply, factor)), _in_words(factor)
+            store, form = stored(name, partial(np.multiply, factor)), _in_words(factor, q)
             yield Bug("constant-factor", f"{name} times {form}", (sample.stage,), store=store)
 
 
-def _in_words(x: float) -> str:
+def _in_words(x: float, q: Question) -> str:
     """A number, and what it is near to."""
     known = {"ln 2": math.log(2), "log2(e)": 1 / math.log(2)}
+    known |= {"softmax_scale": q.scale, "1 / softmax_scale": 1 / q.scale}
+    known["1 / group: the mean over its heads, not their sum"] = 1 / q.group if q.group > 1 else 0.0
     if x and math.isfinite(x):
         power = round(math.log2(abs(x)))
         known[f"{'-' * (x < 0)}2^{power}"] = math.copysign(2.0**power, x)
@@ -91,17 +95,20 @@ def _in_words(x: float) -> str:
 
 
 def _rearranged(sample: Sample) -> Iterator[Bug]:
-    """A result whose rows, or numbers, are in other places."""
-    for name, noise in sample.wrong.items():
-        known, here = False, {name: sample.truth[name]}
-        most = min(FAR, HELPS * sample.of_all(name, sample.truth[name]))
-        for bug in inputs.rearranged(sample.question, name):
+    """Results whose rows, or numbers, are in other places; those of keys alone, and together."""
+    known, of_keys = set[str](), tuple(name for name in sample.wrong if name in OF_KEYS)
+    most = {n: min(FAR, HELPS * sample.of_all(n, sample.truth[n])) for n in sample.wrong}
+    for names in dict.fromkeys([*((name,) for name in sample.wrong), of_keys]):
+        here = {name: sample.truth[name] for name in names}
+        for bug in inputs.rearranged(sample.question, names) if names else ():
             assert bug.store is not None
-            moved = bug.store(sample.question, here)[name]
-            if moved.shape == here[name].shape and sample.of_all(name, moved) < most:
-                known = True
+            moved = {n: x for n, x in bug.store(sample.question, here).items() if n in here}
+            shapes = all(moved[n].shape == x.shape for n, x in here.items())
+            if shapes and all(sample.of_all(n, x) < most[n] for n, x in moved.items()):
+                known |= {*names}
                 yield bug
-        if not known or name in BY_ROW:
+    for name, noise in sample.wrong.items():
+        if name not in known or name in BY_ROW:
             yield from _moved(sample, name, max(8 * noise, 1e-3))
 
 

@@ -77,7 +77,11 @@ def _rows(question: Question) -> dict[str, Floats]:
     b, i = question.sequence_of("q"), question.place_of("q")
     n = np.array([*question.lengths_q, 0])[b]
     found = {ALL: b >= 0, "the last sequence alone": b == b.max(initial=-1)}
+    m = np.array([*question.lengths_k, 0])[b]
+    last = i + m - n if question.mask_window[1] == 0 else m - 1  # the last key that is seen
     for t in TILES:
+        of_tiles = f"{ALL}, once for every tile of {t} keys"
+        found |= {of_tiles: -(-m // t), f"{of_tiles} that it sees": np.maximum(last // t + 1, 0)}
         found |= {
             f"queries but those of a partial tile of {t}": i < n // t * t,
             f"the last tile of {t} queries of each sequence": i // t == (n - 1) // t,
@@ -85,4 +89,4 @@ def _rows(question: Question) -> dict[str, Floats]:
             f"the last tile of {t} queries of the last sequence": (b == b.max(initial=-1))
             & (i // t == (n - 1) // t),
         }
-    return {of: there * (b >= 0.0) for of, there in found.items()}
+    return {of: often * (b >= 0.0) for of, often in found.items()}

@@ -31,7 +31,7 @@ Call = Callable[[Question], Answers]
 WORDS = PASSES | {"second": "double backward", "jvp": "forward-mode derivative"}
 EFFORT = 6000.0  # units, after which nothing but the usual bugs is tried
 CUT = "the search was cut short: not all bugs were tried"
-SENTENCES = ("dS ", "dv is", "the slope ", "the heads ", "pairs ")  # forms that tell all
+SENTENCES = ("D is", "P is", "dS ", "dq is", "dk is", "dv is", "the slope ", "the heads ", "pairs ")
 # bugs of a tile's size, which two lengths may show by chance
 OF_LENGTHS = ("tail-tile-dropped", "tile-skipped")
 ORDER = {name: place for place, name in enumerate(CLASSES)}

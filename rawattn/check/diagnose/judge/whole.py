@@ -8,9 +8,11 @@ from typing import Any
 import numpy as np
 
 from rawattn.check.diagnose.engine.parts import BY_TOKENS, part
-from rawattn.check.diagnose.engine.question import Answers, Question, side_of
+from rawattn.check.diagnose.engine.question import Answers, Question, by_rows, side_of
 from rawattn.check.diagnose.evidence import structure
 from rawattn.check.diagnose.findings import Finding
+from rawattn.check.diagnose.inferred import shares
+from rawattn.check.diagnose.inferred.sample import Sample
 from rawattn.check.diagnose.judge.match import Stage
 from rawattn.check.diagnose.judge.proofs import finding
 
@@ -79,7 +81,15 @@ def of_all(
     said = [f"{n}: {'; '.join(structure.where(question, n, bad))}" for n, bad in wrong.items()]
     first = {name: int(bad.any(axis=1).argmax()) for name, bad in wrong.items()}
     name = min(first, key=lambda name: first[name])
-    title = f"rows of {', '.join(wrong)} are wrong, from row {first[name]} of {name} on"
+    zero = not any(by_rows(n, answers[n])[bad].any() for n, bad in wrong.items())
+    bug, held = ("rows-not-written", "0") if zero else ("unknown", "wrong")
+    title = f"rows of {', '.join(wrong)} are {held}, from row {first[name]} of {name} on"
     look_at = "offsets in memory (their width), grids, and workspaces: short packs are right"
-    given = (side, "unknown", ", ".join(wrong), "medium", said)
+    given = (side, bug, ", ".join(wrong), "medium", said)
+    work = of[name]
+    bugs = shares.by_rows_of_dq(Sample(*work.asked)) if work.stage == "backward" else ()
+    for guess in work.planted(bugs):
+        if all(of[n] is work and work.relative(guess, n) < OFF for n in wrong):
+            told = (side, guess.bug.name, *given[2:])
+            return [finding(*told, title=guess.bug.variant)]
     return [finding(*given, title=title, look_at=look_at)]

@@ -11,7 +11,7 @@ import numpy as np
 
 from rawattn.check.diagnose.catalogue import maps
 from rawattn.check.diagnose.catalogue.reading import of_view
-from rawattn.check.diagnose.engine.attention import TILES, Context, deltas
+from rawattn.check.diagnose.engine.attention import TILES, Context, changed, deltas
 from rawattn.check.diagnose.engine.question import Question
 from rawattn.check.diagnose.engine.steps import times
 from rawattn.check.diagnose.read.fields import sum_in_words, sums_of
@@ -59,12 +59,17 @@ def form_of(part: Part) -> Change | None:
     """The plainest form that gives all that was read."""
     forms = (change for make in (_sums, _columns, _row_terms) for change in make(part))
     found = (x for x in forms if x.dY is not None and part.fits(part.of(x.dY)))
-    return next(found, None) or _another_term(part)
+    return next(found, None)
 
 
 def of_pairs(c: Context, Z: Array) -> Array:
     """dY of what stands in the place of dS."""
     return np.asarray(np.where(c.W > 0, c.G * c.cap[1] * Z, 0.0))
+
+
+def sum_of_own(c: Context) -> Array:
+    """D as kernels have it that add it up of their own P."""
+    return np.asarray((c.P * c.dP).sum(axis=-1) - c.dL)
 
 
 def terms(question: Question) -> list[str]:
@@ -151,10 +156,11 @@ def _of_columns(factors: Array, c: Context) -> Array:
 def _row_terms(part: Part) -> Iterator[Change]:
     """D of other rows or heads, or of some keys alone."""
     (c, at), known = part.main, part.known[part.main[1]]
+    most = part.noise * float(np.nanmax(np.abs(part.row_term), initial=1.0))
     for text, name, D in _others(part.places.question) if known.any() else ():
         with np.errstate(invalid="ignore"):
             due = np.broadcast_to(D(c), part.P.shape)
-            held = np.abs(part.row_term[at] - due[at]) < size_of(part)
+            held = np.abs(part.row_term[at] - due[at]) < most
         if held.mean(where=known) > MOST_PAIRS:
             yield Change([f"takes D {text}"], name, partial(_with_delta, D), whole=True)
 
@@ -166,11 +172,6 @@ def _others(question: Question) -> Iterator[tuple[str, str, Of]]:
         yield f"over {text.format(tile)} alone", ANOTHER, partial(_over, over, tile)
     if question.softcap is not None:
         yield "as the sum of P dP with the softcap's slope", ANOTHER, _with_slope
-
-
-def size_of(part: Part) -> float:
-    """What a row term may be off by."""
-    return part.noise * float(np.nanmax(np.abs(part.row_term), initial=1.0))
 
 
 def _moved(by: maps.Map, c: Context) -> Array:
@@ -188,19 +189,11 @@ def _over(over: Callable[[Array, Array], Array], tile: int, c: Context) -> Array
 
 
 def _with_slope(c: Context) -> Array:
-    return np.asarray((c.P * c.dP * c.cap[1]).sum(axis=-1) - c.dL)[..., None]
+    return sum_of_own(changed(c, dP=c.dP * c.cap[1]))[..., None]
 
 
 def _with_delta(D: Of, c: Context) -> Array:
     return of_pairs(c, c.P * (c.dP - D(c)))
 
 
-def _another_term(part: Part) -> Change | None:
-    """Whether what stands in the place of D is a number of every row, in every call."""
-    for _, at in part.slopes.asked:
-        T = part.row_term[at]
-        low, high = (np.where(np.isfinite(T), T, x) for x in (np.inf, -np.inf))
-        if (high.max(axis=-1) - low.min(axis=-1) > size_of(part)).any():
-            return None
-    text = "has another row term than D = dout . out"
-    return Change([text], ANOTHER) if part.known.any() else None
+by_own_sums = partial(_with_delta, lambda c: sum_of_own(c)[..., None])

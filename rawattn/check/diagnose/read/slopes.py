@@ -12,7 +12,7 @@ from rawattn.check.diagnose.evidence.support import LESS, MORE, Support, support
 from rawattn.check.diagnose.read.classes import BACKWARD_ONLY, of_pairs
 from rawattn.check.diagnose.read.contexts import of_view
 from rawattn.check.diagnose.read.fields import Field, by_head
-from rawattn.check.diagnose.read.forms import Change, form_of
+from rawattn.check.diagnose.read.forms import Change, by_own_sums, form_of
 from rawattn.check.diagnose.read.part import Part
 from rawattn.check.diagnose.read.probe import Backward
 from rawattn.check.diagnose.read.said import COARSE, Said, of_scale
@@ -47,9 +47,6 @@ def _with_slopes(said: Said, read: Backward, second: Callable[[], Backward]) -> 
         return said  # what dS should be is not known
     dq = _change(said, read, second, "dq", None)
     dk = _change(said, read, second, "dk", dq)
-    other_D = [change.name.startswith("delta") for change in (dq, dk)]
-    if other_D[0] != other_D[1] and dq.text and dk.text:  # dq has the cotangents of all heads
-        dq = dk = Change(["has another row term than D of its row"], "delta-of-another-out")
     if dq.text == dk.text:
         _say(said, dq, "dS", "")
     else:
@@ -74,6 +71,12 @@ def _change(
     if (said.see or said.term or said.listed) and _is_right(part(None, read)):
         return Change(["is that of the right weights"], "", _masked, masked=True)
     own = part(said, read)
+    if (
+        said.wrong
+        and own.fits(own.of(by_own_sums))
+        and not own.fits(own.of(lambda c: np.asarray(c.dY)))
+    ):
+        return Change(["has D as the sum of P dP of these weights"], "", by_own_sums, masked=True)
     if same is not None and same.whole and same.dY and own.fits(own.of(same.dY)):
         return same
     return _change_of(own, lambda: part(said, second()))
