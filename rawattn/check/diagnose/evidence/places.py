@@ -186,7 +186,7 @@ class Places:
             ("j", {"i": 0 * shift, own: shift}, self.j, self.i, self.n, 1),
             ("i", {"j": 0 * shift, f"j - {own} + i": -shift}, self.i, self.j, self.m, -1),
         ):
-            for u, t in product(LOOPS, LOOPS):
+            for u, t in product((2, 4, *LOOPS), (4, *LOOPS)):
                 for edge, (words, start), (side, more) in product(EDGES, of.items(), sides.items()):
                     name = f"{at} // {t} - ({words} of the {edge} row of its tile of {u}{side})"
                     row = partial(EDGES[edge], y, u, count)
@@ -195,10 +195,10 @@ class Places:
             size = np.maximum(-(-self.m // (t * parts)), 1)
             part = partial(np.floor_divide, self.j, size * t)
             found[f"j // {t} // ceil(seqlen_k / {parts * t})"] = part
-            whole = -(-self.m // t) // parts * parts
-            found[f"j // {t} - ceil(seqlen_k / {t}) // {parts} * {parts}"] = partial(
-                np.subtract, self.j // t, whole
-            )
+            each = f"ceil(seqlen_k / {t}) // {parts}"
+            for least, of in enumerate((each, f"max(1, {each})")):
+                whole = np.maximum(-(-self.m // t) // parts, least) * parts
+                found[f"j // {t} - {of} * {parts}"] = partial(np.subtract, self.j // t, whole)
         return found
 
     def _of_tiles(self, t: int, of: str) -> dict[str, Callable[[], Array]]:

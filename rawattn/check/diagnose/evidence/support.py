@@ -2,28 +2,33 @@
 
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
+from itertools import islice, product
 
 import numpy as np
 
 from rawattn.check.diagnose.engine.attention import View
 from rawattn.check.diagnose.engine.question import Question
 from rawattn.check.diagnose.evidence.places import Places, places_of
-from rawattn.check.diagnose.evidence.rules import Rule, Shown, rule_of
+from rawattn.check.diagnose.evidence.rules import Rule, Shown, rules_of
 
 Array = np.ndarray
 MORE, LESS, OTHER = "sees too many keys", "misses keys", "sees keys that are not its own"
 KINDS = (MORE, LESS, OTHER)
+OWN, ANY = "sees the keys of", "sees, of all sequences, the keys of"  # and no others
 NO_RULE = "by no plain rule"
+RULES, APART = 200, 12  # of a part: rules that are tried elsewhere, and of those not alike there
 _Read = tuple[Places, Array, Array]  # on a problem, by head: pairs that are known, or of a kind
 
 
 @dataclass(frozen=True, eq=False)
 class Part:
-    """Pairs of one of KINDS, alike in some ``heads``; no rule was found for it if that is None."""
+    """Pairs of one of KINDS, alike in some ``heads``; no rule was found for it if that is None.
+    others: rules that hold as well where it was read."""
 
     kind: str
     heads: tuple[int, ...]
     rule: Rule | None
+    others: Iterable[Rule] = ()
 
     def text(self, heads: int, verb: str = "") -> str:
         """In words, of so many heads; ``verb`` in place of the kind's."""
@@ -36,14 +41,19 @@ class Part:
 class Support:
     """seen (num_heads_q, total_q, total_k) as it was read at ``places``.
 
-    whole: a rule for all that is seen, where that is one. second: where rules hold as well.
+    whole: all that is seen, where one rule tells that. second: where rules hold as well.
     """
 
     places: Places
     seen: Array
     parts: tuple[Part, ...]
-    whole: Rule | None = None
+    whole: Part | None = None
     second: Places | None = None
+
+    @property
+    def told(self) -> tuple[Part, ...]:
+        """What is said of it."""
+        return self.parts if self.whole is None else (self.whole,)
 
     @property
     def right(self) -> bool:
@@ -51,12 +61,12 @@ class Support:
 
     @property
     def named(self) -> bool:
-        return all(part.rule is not None for part in self.parts)
+        return all(part.rule is not None for part in self.told)
 
     @property
     def plain(self) -> bool:
         """Whether rules are such as somebody may have written."""
-        return all(part.rule is not None and part.rule.plain for part in self.parts)
+        return all(part.rule is not None and part.rule.plain for part in self.told)
 
     @property
     def of_rows(self) -> bool:
@@ -78,13 +88,26 @@ class Support:
                 raise ValueError("this was read on sequences of other lengths")
             more = np.subtract(places.j.shape, self.seen.shape[1:])  # rows of no sequence
             return np.pad(self.seen, [(0, 0), *((0, int(n)) for n in more)])
-        found = places.rights.astype(self.seen.dtype)
-        for part in self.parts:
+        found = places.rights.astype(self.seen.dtype) & (self.whole is None)
+        for part in self.told:
             if part.rule is not None:
                 for head in part.heads:
                     of = places.of_head(head)
                     found[head][part.rule.holds(of) & _domain(of, part.kind)] = part.kind != LESS
         return found
+
+    def others(self, places: Places) -> Iterator["Support"]:
+        """The same by other rules, which are not alike at these ``places``."""
+        told = []
+        for part in self.told:
+            rules: dict[bytes, Rule] = {}
+            for rule in (part.rule, *islice(part.others, RULES)) if part.rule else ():
+                heads = (places.of_head(head) for head in part.heads)
+                held = [rule.holds(of) & _domain(of, part.kind) for of in heads]
+                rules.setdefault(np.packbits(held).tobytes(), rule)
+            told.append([replace(part, rule=rule) for rule in [*rules.values()][:APART]])
+        for parts in islice(product(*told), 1, None):
+            yield replace(self, **{"parts": parts} if self.whole is None else {"whole": parts[0]})
 
     def see(self, question: Question, views: tuple[View, ...]) -> Sequence[View]:
         """The same as a change of views."""
@@ -106,34 +129,39 @@ def support_of(*read: tuple[Places, Array, Array]) -> Support:
             if any(inside.any() for inside in of_both):
                 groups.setdefault(b"".join(x.tobytes() for x in of_both), []).append(head)
         both = [(of, known, x) for (of, _, known), x in zip(read, (here, there), strict=True)]
-        told = [Part(kind, tuple(heads), _rule(kind, both, heads[:1])) for heads in groups.values()]
+        told = [_part(kind, heads, _rules(kind, both, heads[:1])) for heads in groups.values()]
         rules = {part.rule for part in told}
         if len(told) > 1 and (len(rules) > 1 or None in rules):  # one for all, if there is one
             every = tuple(range(len(seen)))
-            rule = _rule(kind, both, every, by_head=True)
-            told = told if rule is None else [Part(kind, every, rule)]
-        same: dict[Rule | None, list[int]] = {}
+            one = _part(kind, every, _rules(kind, both, every, by_head=True))
+            told = told if one.rule is None else [one]
+        same: dict[Rule | None, Part] = {}
         for part in told:
-            same.setdefault(part.rule, []).extend(part.heads)
-        parts += [Part(kind, tuple(sorted(of)), rule) for rule, of in same.items()]
+            heads = same[part.rule].heads if part.rule in same else ()
+            same[part.rule] = replace(part, heads=tuple(sorted((*heads, *part.heads))))
+        parts += same.values()
     kinds, alike = {part.kind for part in parts}, all(len(x.heads) == len(seen) for x in parts)
     whole = _whole(*read, own=OTHER not in kinds) if kinds > {LESS} and alike else None
     return Support(places, seen, tuple(parts), whole, second)
 
 
-def _rule(
+def _part(kind: str, heads: Iterable[int], rules: Iterator[Rule]) -> Part:
+    return Part(kind, tuple(heads), next(rules, None), rules)
+
+
+def _rules(
     kind: str, read: Sequence[_Read], heads: Iterable[int], by_head: bool = False
-) -> Rule | None:
+) -> Iterator[Rule]:
     """Of some heads on all problems; ``by_head``: of all, by which head it is."""
     shown = (
         Shown(of.of_head(head) if by_head else of, _domain(of, kind) & known[head], inside[head])
         for of, known, inside in read
         for head in heads
     )
-    return rule_of(*shown, among=read[0][0].by_head if by_head else None)
+    return rules_of(*shown, among=read[0][0].by_head if by_head else None)
 
 
-def _whole(*read: _Read, own: bool) -> Rule | None:
+def _whole(*read: _Read, own: bool) -> Part | None:
     """A rule for what all heads see; ``own``: of the keys of their sequence alone."""
     shown = []
     for places, seen, known in read:
@@ -141,7 +169,8 @@ def _whole(*read: _Read, own: bool) -> Rule | None:
             return None
         domain = known[0] & (places.b >= 0) & (places.own | (not own))
         shown.append(Shown(places, domain, domain & (seen[0] > 0)))
-    return rule_of(*shown)
+    whole = _part(OWN if own else ANY, range(len(read[0][1])), rules_of(*shown))
+    return whole if whole.rule else None
 
 
 def _inside(kind: str, places: Places, seen: Array, known: Array | bool = True) -> Array:
@@ -153,6 +182,8 @@ def _inside(kind: str, places: Places, seen: Array, known: Array | bool = True) 
 def _domain(places: Places, kind: str) -> Array:
     if kind == OTHER:
         return ~places.own
+    if kind in (OWN, ANY):
+        return places.own if kind == OWN else np.broadcast_to(places.b >= 0, places.own.shape)
     return places.own & ~places.right if kind == MORE else places.right
 
 

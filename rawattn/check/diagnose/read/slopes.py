@@ -24,12 +24,14 @@ VERBS = {LESS: "misses pairs", MORE: "has pairs that must not be"}
 IN_ANOTHER_WAY = "is wrong in another way"
 
 
-def said_of_backward(read: Backward, again: Callable[[], Backward]) -> Said:
+def said_of_backward(
+    read: Backward, again: Callable[[], Backward], support: Support | None = None
+) -> Said:
     """Like ``said_of``, of P as dv has it, of dS as dq and dk have it, and of the heads' sums."""
     second, places = cache(again), read.weights.places
     if (of_heads := _of_sums(read)) is not None:
         return of_heads
-    said = said_of(read.weights, lambda: second().weights)
+    said = said_of(read.weights, lambda: second().weights, support)
     said.right[:] = [f"P of dv ({', '.join(said.right)})"] if said.right else []
     if "bP" in said.steps or said.unread:
         return said  # what dS should be is not known

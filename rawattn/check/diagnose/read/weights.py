@@ -20,8 +20,9 @@ from rawattn.check.diagnose.read.terms import Term, adding, term_of
 Array = np.ndarray
 
 
-def said_of(read: Weights, again: Callable[[], Weights]) -> Said:
-    """``again``: the same on other lengths, where rules are checked."""
+def said_of(read: Weights, again: Callable[[], Weights], support: Support | None = None) -> Said:
+    """``again``: the same on other lengths, where rules are checked. support: what was read
+    before, by other rules."""
     places, second, (seen, alive) = read.places, cache(again), seen_of(read)
     said = Said(read, Support(places, places.right[None] & seen, ()))
     if not alive.all():
@@ -32,7 +33,7 @@ def said_of(read: Weights, again: Callable[[], Weights]) -> Said:
     _say_scores(said, x, second)
     here = _pairs(said, read)
     if (here[1] != places.right)[alive].any():
-        said.support = support_of(here, _pairs(said, second()))
+        said.support = support or support_of(here, _pairs(said, second()))
     if said.unread and not said.support.named:
         said.unread[:] = ["the weights are not those of these queries and keys, if of any"]
     else:
@@ -93,7 +94,7 @@ def _say_support(said: Said, alive: Array) -> None:
         what = "add nothing to dv" if said.weights.passed else "see no key, or are not written"
         said.wrong.append(f"rows {what}: {told}")
     elif rules.whole is not None:
-        said.wrong.append(f"a query sees the keys of {rules.whole} (it must see {due})")
+        said.wrong.append(f"a query sees the keys of {rules.whole.rule} (it must see {due})")
     else:
         must = f" (it must see {due})"
         said.wrong += [part.text(heads) + must * (part.kind != OTHER) for part in rules.parts]
