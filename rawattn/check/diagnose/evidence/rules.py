@@ -7,7 +7,7 @@ import re
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import islice, zip_longest
+from itertools import chain, islice, zip_longest
 from typing import NamedTuple, Protocol
 
 import numpy as np
@@ -116,7 +116,8 @@ def rules_of(*shown: Shown, among: Iterable[str] | None = None) -> Iterator[Rule
         return
     places = shown[0].places
     if among is not None:
-        yield from _Spans(shown, inside, among).rules(2)
+        some = _Spans(shown, inside, among)
+        yield from chain(some.rules(1), some.rules(2))
         return
     every = _Spans(shown, inside, places.features)
     yield from every.rules(1)
