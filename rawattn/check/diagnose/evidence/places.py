@@ -191,10 +191,17 @@ class Places:
                     name = f"{at} // {t} - ({words} of the {edge} row of its tile of {u}{side})"
                     row = partial(EDGES[edge], y, u, count)
                     found[f"{name} // {t}"] = partial(_tiles_behind, x, row, start + by * more, t)
+        for u, t in product((2, 4, *LOOPS), (4, *LOOPS)) if left > 0 else ():
+            begin = partial(_begin, partial(EDGES["first"], self.i, u, self.n), shift - left, t)
+            name = f"j - {own} - c with c the first key in tiles of {t} of a tile of {u} queries"
+            found[name] = partial(lambda begin: self.j - self.p - begin(), begin)
         for parts, t in product(SPLITS, LOOPS):
             size = np.maximum(-(-self.m // (t * parts)), 1)
             part = partial(np.floor_divide, self.j, size * t)
             found[f"j // {t} // ceil(seqlen_k / {parts * t})"] = part
+            words = f"{t} ceil(seqlen_k / {parts * t})"
+            last = partial(np.subtract, self.j, self.m // (size * t) * size * t)
+            found[f"j - seqlen_k // c * c with c = {words}"] = last
             each = f"ceil(seqlen_k / {t}) // {parts}"
             for least, of in enumerate((each, f"max(1, {each})")):
                 whole = np.maximum(-(-self.m // t) // parts, least) * parts
@@ -278,6 +285,10 @@ class Places:
             "the key's block - the query's": lambda: block - self.p // size,
             "the key's block": lambda: block,
         }
+
+
+def _begin(row: Callable[[], Array], shift: Array, t: int) -> Array:
+    return np.asarray(np.maximum(row() + shift, 0) // t * t)
 
 
 def _tiles_behind(x: Array, row: Callable[[], Array], shift: Array, t: int) -> Array:

@@ -16,6 +16,7 @@ MORE, LESS, OTHER = "sees too many keys", "misses keys", "sees keys that are not
 KINDS = (MORE, LESS, OTHER)
 OWN, ANY = "sees the keys of", "sees, of all sequences, the keys of"  # and no others
 NO_RULE = "by no plain rule"
+LISTED = 8  # runs of places, at most
 RULES, APART = 200, 12  # of a part: rules that are tried elsewhere, and of those not alike there
 _Read = tuple[Places, Array, Array]  # on a problem, by head: pairs that are known, or of a kind
 
@@ -23,17 +24,18 @@ _Read = tuple[Places, Array, Array]  # on a problem, by head: pairs that are kno
 @dataclass(frozen=True, eq=False)
 class Part:
     """Pairs of one of KINDS, alike in some ``heads``; no rule was found for it if that is None.
-    others: rules that hold as well where it was read."""
+    others: rules that hold as well where it was read. listed: what it was there, in words."""
 
     kind: str
     heads: tuple[int, ...]
     rule: Rule | None
     others: Iterable[Rule] = ()
+    listed: str = ""
 
     def text(self, heads: int, verb: str = "") -> str:
         """In words, of so many heads; ``verb`` in place of the kind's."""
         who = "" if len(self.heads) == heads else f" (head {', '.join(map(str, self.heads))})"
-        rule = NO_RULE if self.rule is None else str(self.rule)
+        rule = f"{NO_RULE}{self.listed}" if self.rule is None else str(self.rule)
         return f"{verb or f'a query {self.kind}'}{who}: {rule}"
 
 
@@ -96,6 +98,31 @@ class Support:
                     found[head][part.rule.holds(of) & _domain(of, part.kind)] = part.kind != LESS
         return found
 
+    @property
+    def by_no_rule(self) -> "Support":
+        """The same without rules, which do not hold elsewhere."""
+        parts = (replace(part, rule=None, listed=self._listed(part)) for part in self.parts)
+        return replace(self, parts=tuple(parts), whole=None)
+
+    def _listed(self, part: Part) -> str:
+        """Keys, distances or queries of sequences that are in a part, if they tell all of it."""
+        x, domain = self.places, _domain(self.places, part.kind)
+        inside = self.inside(part.kind)[part.heads[0]]
+        for name, of in {"keys": x.j, "j - p of": x.j - x.p, "queries": x.i}.items():
+            told, at = [], np.broadcast_to(of, domain.shape)
+            found = np.zeros_like(inside)
+            for b, m in enumerate(x.question.lengths_k):
+                here = domain & (x.b == b)
+                values = np.unique(at[inside & here])
+                found |= here & np.isin(at, values)
+                ends = np.flatnonzero(np.diff(values) > 1)
+                if values.size:
+                    runs = zip(values[[0, *(ends + 1)]], values[[*ends, -1]], strict=True)
+                    told += [f"{first} to {last} of {m}" for first, last in runs]
+            if (found == inside).all() and len(told) <= LISTED:
+                return f": {name} {', '.join(told)}"
+        return ""
+
     def others(self, places: Places) -> Iterator["Support"]:
         """The same by other rules, which are not alike at these ``places``."""
         told = []
@@ -142,7 +169,9 @@ def support_of(*read: tuple[Places, Array, Array]) -> Support:
         parts += same.values()
     kinds, alike = {part.kind for part in parts}, all(len(x.heads) == len(seen) for x in parts)
     whole = _whole(*read, own=OTHER not in kinds) if kinds > {LESS} and alike else None
-    return Support(places, seen, tuple(parts), whole, second)
+    found = Support(places, seen, tuple(parts), whole, second)
+    listed = (x if x.rule else replace(x, listed=found._listed(x)) for x in parts)
+    return replace(found, parts=tuple(listed))
 
 
 def _part(kind: str, heads: Iterable[int], rules: Iterator[Rule]) -> Part:

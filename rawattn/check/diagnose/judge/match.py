@@ -261,7 +261,7 @@ class Stage:
         for of in INFERRED if not over(self.until) else ():
             with _searching():
                 bugs += of.bugs(*self.asked)
-        bugs = [bug for bug in bugs if self.stage in bug.stages]
+        bugs = [bug for bug in bugs if self.stage in bug.stages and self.allows(bug)]
         found = [*self.usual, *self.of_terms, *predictions(*self.asked, bugs)]
         found += with_other_inputs(*self.asked, bugs)
         others = with_other_inputs(*self.asked, self.listed)

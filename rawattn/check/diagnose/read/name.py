@@ -184,7 +184,8 @@ def _read(question: Question, stage: str, ask: Ask, known: Known) -> Said:
     except Exception:  # of what a candidate throws it has told before
         return said
     others = map(told, said.support.others(places_of(asked)))
-    return next((one for one in chain([said], others) if _is_so(one, asked, answers)), said)
+    one = next((one for one in chain([said], others) if _is_so(one, asked, answers)), None)
+    return one or (said if known is None else told(said.support.by_no_rule))
 
 
 def _third(question: Question, stage: str, ask: Ask) -> tuple[Question, Answers]:
