@@ -16,7 +16,7 @@ Array = np.ndarray
 LENGTHS = {"seqlen_q", "seqlen_k"}  # bounds of which tell the few sequences of a problem apart
 CHANCE = re.compile(r"seqlen_[qk]|the (sequence|row of).*|j - the (longest )?seqlen_k.*")  # alike
 FEW = 6  # runs of a feature that may be intervals: what falls into more is told by another one
-TRIED = 64  # rules of three
+PAIRS, TRIED = 400, 64  # rules of two and of three
 NEEDED = 8  # pairs that each of three intervals must tell: of fewer, chance does
 
 
@@ -175,7 +175,7 @@ def _exact(bounds: Sequence[tuple[Span, Array]], every: bool, count: int) -> Ite
     matrix = np.stack([x[apart] for x in left]).astype(np.float32)
     if count == 2:
         pairs = (pair for pair in _pairs(matrix) if pair[0] != pair[1])
-        found = islice(sorted(pairs, key=sum), TRIED)
+        found = islice(sorted(pairs, key=sum), PAIRS)
     else:
         found = _threes(matrix, np.array([*often.values()]))
     yield from (Rule(tuple(spans[place] for place in some), every) for some in found)

@@ -17,7 +17,8 @@ KINDS = (MORE, LESS, OTHER)
 OWN, ANY = "sees the keys of", "sees, of all sequences, the keys of"  # and no others
 NO_RULE = "by no plain rule"
 LISTED = 8  # runs of places, at most
-RULES, APART = 200, 12  # of a part: rules that are tried elsewhere, and of those not alike there
+COMBINED = 120  # of parts
+RULES, APART = 1000, 60  # of a part: rules that are tried elsewhere, and of those not alike there
 _Read = tuple[Places, Array, Array]  # on a problem, by head: pairs that are known, or of a kind
 
 
@@ -133,7 +134,7 @@ class Support:
                 held = [rule.holds(of) & _domain(of, part.kind) for of in heads]
                 rules.setdefault(np.packbits(held).tobytes(), rule)
             told.append([replace(part, rule=rule) for rule in [*rules.values()][:APART]])
-        for parts in islice(product(*told), 1, None):
+        for parts in islice(product(*told), 1, COMBINED):
             yield replace(self, **{"parts": parts} if self.whole is None else {"whole": parts[0]})
 
     def see(self, question: Question, views: tuple[View, ...]) -> Sequence[View]:

@@ -4,7 +4,6 @@ import math
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import cache, partial
-from itertools import chain
 from typing import Any
 
 import numpy as np
@@ -183,9 +182,14 @@ def _read(question: Question, stage: str, ask: Ask, known: Known) -> Said:
         asked, answers = known or _third(here, stage, counted)
     except Exception:  # of what a candidate throws it has told before
         return said
-    others = map(told, said.support.others(places_of(asked)))
-    one = next((one for one in chain([said], others) if _is_so(one, asked, answers)), None)
-    return one or (said if known is None else told(said.support.by_no_rule))
+    if _is_so(said, asked, answers):
+        return said
+    others = said.support.others(places_of(asked))
+    so = (one for one in others if _is_so(replace(said, support=one), asked, answers))
+    if (other := next(so, None)) is not None:
+        return told(other)
+    alone = len(said.names) == 1 and known is not None  # else it may be something else that is not
+    return told(said.support.by_no_rule) if alone else said
 
 
 def _third(question: Question, stage: str, ask: Ask) -> tuple[Question, Answers]:
