@@ -199,9 +199,9 @@ class Places:
             size = np.maximum(-(-self.m // (t * parts)), 1)
             part = partial(np.floor_divide, self.j, size * t)
             found[f"j // {t} // ceil(seqlen_k / {parts * t})"] = part
-            words = f"{t} ceil(seqlen_k / {parts * t})"
+            split = f"{t} ceil(seqlen_k / {parts * t})"
             last = partial(np.subtract, self.j, self.m // (size * t) * size * t)
-            found[f"j - seqlen_k // c * c with c = {words}"] = last
+            found[f"j - seqlen_k // c * c with c = {split}"] = last
             each = f"ceil(seqlen_k / {t}) // {parts}"
             for least, of in enumerate((each, f"max(1, {each})")):
                 whole = np.maximum(-(-self.m // t) // parts, least) * parts

@@ -7,7 +7,7 @@ import re
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import chain, islice, zip_longest
+from itertools import chain, zip_longest
 from typing import NamedTuple, Protocol
 
 import numpy as np
@@ -175,7 +175,7 @@ def _exact(bounds: Sequence[tuple[Span, Array]], every: bool, count: int) -> Ite
     matrix = np.stack([x[apart] for x in left]).astype(np.float32)
     if count == 2:
         pairs = (pair for pair in _pairs(matrix) if pair[0] != pair[1])
-        found = islice(sorted(pairs, key=sum), PAIRS)
+        found = iter(sorted(pairs, key=sum)[:PAIRS])
     else:
         found = _threes(matrix, np.array([*often.values()]))
     yield from (Rule(tuple(spans[place] for place in some), every) for some in found)
