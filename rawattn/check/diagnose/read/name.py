@@ -176,7 +176,8 @@ def _read(question: Question, stage: str, ask: Ask, known: Known) -> Said:
         return said
 
     said = told(None)
-    if said.bug is None or said.support.right or stage not in TELLING:
+    ruled = said.support.named and not said.support.right and stage in TELLING
+    if said.bug is None or not ruled:
         return said
     try:
         asked, answers = known or _third(here, stage, counted)
