@@ -148,8 +148,12 @@ class Places:
             "the sequence": lambda: self.b,
             "the key's sequence - the query's": lambda: sequence - self.b,
         }
+        left = self.question.mask_window[0]
+        first = np.maximum(p - left, 0)
         for t in TILES:
             found |= self._of_tiles(t, of)
+            if left > 0:
+                found[f"(j - the first visible key) % {t}"] = partial(np.mod, j - first, t)
         found |= {
             "the row of the key in k": lambda: key,
             "the row of the query in q": lambda: query,
@@ -199,13 +203,12 @@ class Places:
             size = np.maximum(-(-self.m // (t * parts)), 1)
             part = partial(np.floor_divide, self.j, size * t)
             found[f"j // {t} // ceil(seqlen_k / {parts * t})"] = part
-            split = f"{t} ceil(seqlen_k / {parts * t})"
             last = partial(np.subtract, self.j, self.m // (size * t) * size * t)
-            found[f"j - seqlen_k // c * c with c = {split}"] = last
+            found[f"j - seqlen_k // c * c with c = {t} ceil(seqlen_k / {parts * t})"] = last
             each = f"ceil(seqlen_k / {t}) // {parts}"
-            for least, of in enumerate((each, f"max(1, {each})")):
+            for least, count in enumerate((each, f"max(1, {each})")):
                 whole = np.maximum(-(-self.m // t) // parts, least) * parts
-                found[f"j // {t} - {of} * {parts}"] = partial(np.subtract, self.j // t, whole)
+                found[f"j // {t} - {count} * {parts}"] = partial(np.subtract, self.j // t, whole)
         return found
 
     def _of_tiles(self, t: int, of: str) -> dict[str, Callable[[], Array]]:

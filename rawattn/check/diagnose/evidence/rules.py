@@ -98,11 +98,6 @@ class Shown:
     inside: Array
 
 
-def rule_of(*shown: Shown, among: Iterable[str] | None = None) -> Rule | None:
-    """The plainest one of ``rules_of``."""
-    return next(rules_of(*shown, among=among), None)
-
-
 def rules_of(*shown: Shown, among: Iterable[str] | None = None) -> Iterator[Rule]:
     """Rules for a set, which hold wherever it is shown, the plainest first: the fewest intervals
     that have all of it and nothing else, or the fewest bounds, each of which has all of it, that

@@ -106,20 +106,17 @@ class Support:
         return replace(self, parts=tuple(parts), whole=None)
 
     def _listed(self, part: Part) -> str:
-        """Keys, distances or queries of sequences that are in a part, if they tell all of it."""
+        """Keys or distances in a part, of every sequence, if they tell all of it."""
         x, domain = self.places, _domain(self.places, part.kind)
         inside = self.inside(part.kind)[part.heads[0]]
-        for name, of in {"keys": x.j, "j - p of": x.j - x.p, "queries": x.i}.items():
-            told, at = [], np.broadcast_to(of, domain.shape)
-            found = np.zeros_like(inside)
+        for name, of in {"keys": x.j, "j - p of": x.j - x.p}.items():
+            told, found = [], np.zeros_like(inside)
             for b, m in enumerate(x.question.lengths_k):
                 here = domain & (x.b == b)
-                values = np.unique(at[inside & here])
-                found |= here & np.isin(at, values)
-                ends = np.flatnonzero(np.diff(values) > 1)
-                if values.size:
-                    runs = zip(values[[0, *(ends + 1)]], values[[*ends, -1]], strict=True)
-                    told += [f"{first} to {last} of {m}" for first, last in runs]
+                values = np.unique(of[inside & here])
+                found |= here & np.isin(of, values)
+                runs = np.split(values, np.flatnonzero(np.diff(values) > 1) + 1)
+                told += [f"{run[0]} to {run[-1]} of {m}" for run in runs if run.size]
             if (found == inside).all() and len(told) <= LISTED:
                 return f": {name} {', '.join(told)}"
         return ""

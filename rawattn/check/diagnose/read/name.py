@@ -197,7 +197,7 @@ def _third(question: Question, stage: str, ask: Ask) -> tuple[Question, Answers]
     """A problem of other lengths, as it is, and what is answered to it."""
     asked = problem(question, 2, other=FURTHER)
     if stage == "backward":
-        dout = np.random.default_rng(2).standard_normal(np.shape(asked.out))
+        dout = np.random.default_rng(2).standard_normal((*asked.q.shape[:2], asked.v.shape[2]))
         _, asked = with_right(replace(asked, dout=dout.astype(asked.q.dtype)))
     return asked, ask(asked)
 

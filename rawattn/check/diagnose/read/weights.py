@@ -6,7 +6,7 @@ from functools import cache
 import numpy as np
 
 from rawattn.check.diagnose.evidence.places import Places, log_sum
-from rawattn.check.diagnose.evidence.rules import Rule, Shown, rule_of
+from rawattn.check.diagnose.evidence.rules import Rule, Shown, rules_of
 from rawattn.check.diagnose.evidence.sight import mask_rule
 from rawattn.check.diagnose.evidence.support import OTHER, Support, support_of
 from rawattn.check.diagnose.read.classes import class_of
@@ -108,7 +108,8 @@ def _counted(read: Weights, noise: float, second: Callable[[], Weights]) -> Term
     if not values.size:
         return None
     shown = [(read.places, found, known), (second().places, *_times(second(), noise)[:2])]
-    rule = rule_of(*(Shown(of, k[0], k[0] & (n[0] > 1.5)) for of, n, k in shown))
+    rules = rules_of(*(Shown(of, k[0], k[0] & (n[0] > 1.5)) for of, n, k in shown))
+    rule = next(rules, None)
     if rule is not None and len(values[values > 1]) == 1:
         return _counting(int(values[-1]), rule, read.places)
     names = read.places.features if rule is not None else ()
