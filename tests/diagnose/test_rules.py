@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 
 from rawattn.check.diagnose.catalogue.maps import geometry, layouts
+from rawattn.check.diagnose.catalogue.stages import LOOPS, _loop
 from rawattn.check.diagnose.evidence.places import Places
 from rawattn.check.diagnose.evidence.support import support_of
 from tests.diagnose.problems import packed
@@ -30,6 +31,28 @@ def test_a_rule_is_read(rule: str) -> None:
     found = support_of(*read)
     assert [part.text(4).partition(": ")[2] for part in found.parts] == [rule]
     assert (found.at(read[1][0]) == read[1][1]).all() and found.plain == (" and " not in rule)
+
+
+def test_a_rule_that_looks_alike_gives_way_elsewhere() -> None:
+    def lost(x: Places) -> Array:
+        """Key tiles of 8 that are in none of three splits."""
+        return x.right & (x.j >= 24 * np.maximum(1, -(-x.m // 8) // 3))
+
+    read, third = [], Places(packed((36, 35, 110, 44), causal=True))
+    for lengths in (29, 70, 5, 16), (20, 11, 78, 32):
+        x = Places(packed(lengths, causal=True))
+        read.append((x, np.stack(4 * [x.right & ~lost(x)]), np.ones((4, 1, 1), dtype=bool)))
+    found, due = support_of(*read), third.right & ~lost(third)
+    assert (found.at(third) != due).any()
+    assert any((other.at(third) == due).all() for other in found.others(third))
+    assert found.by_no_rule.parts[0].text(4).endswith("keys 24 to 28 of 29")
+
+
+def test_tiles_counted_from_the_first_row() -> None:
+    i, j = np.ogrid[:40, :40]
+    which = next(of for words, of in LOOPS.items() if words.startswith("counted"))
+    ((rows, queries),) = _loop("keys", 8, 1 << 30, False, which, (j <= i) & (j >= 17) & (i >= 24))
+    assert (rows[16:] == np.arange(24)).all() and len(queries) == 40
 
 
 def test_layouts_of_many_rows() -> None:

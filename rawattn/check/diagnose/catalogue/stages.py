@@ -23,12 +23,15 @@ ORDERS: dict[str, Callable[[Ints], Ints]] = {  # of lengths: which sequence stor
     "are stored as its own, the longest sequence first": lambda n: np.argsort(-n, kind="stable"),
     "are stored as its own, the shortest sequence first": lambda n: np.argsort(n, kind="stable"),
 }
-Which = Callable[[Ints, int], Ints]  # of every step x of n
-LOOPS: dict[str, Which] = {  # the step whose tile is taken
-    "of the step before": lambda x, n: np.maximum(x - 1, 0),
-    "of the next step": lambda x, n: np.minimum(x + 1, n - 1),
-    **{f"of step x % {n}": partial(lambda by, x, n: x % by, n) for n in (1, 2, 3, 4)},
-    "of step x // 2 * 2": lambda x, n: x - x % 2,
+Which = Callable[[Ints], Ints]  # of the tiles of all steps, those that are taken
+LOOPS: dict[str, Which] = {
+    "of the step before": lambda tiles: np.append(tiles[:1], tiles[:-1]),
+    "of the next step": lambda tiles: np.append(tiles[1:], tiles[-1:]),
+    **{f"of step x % {n}": partial(lambda n, x: x[np.arange(len(x)) % n], n) for n in (1, 2, 3, 4)},
+    "of step x // 2 * 2": lambda tiles: tiles[np.arange(len(tiles)) // 2 * 2],
+    "counted from the first row, not from the first visible tile on,": lambda tiles: (
+        tiles - tiles.min(initial=tiles.max(initial=0))
+    ),
 }
 READS = {  # steps, each with an operand, that take the rows of one stage
     "forward": ("Y K", "O V", "Y K, O V"),
@@ -153,7 +156,7 @@ def _loop(
         here = np.arange(start, min(start + outer, len(seen)))
         there = np.unique(row[seen[here].any(axis=0)] // tile)[:: -1 if down else 1]
         tiles = np.full(len(row) // tile + 1, -1)
-        tiles[there] = there[which(np.arange(len(there)), len(there))]
+        tiles[there] = which(there)
         for n, (other, of) in enumerate(found):
             if ((tiles == other) | (tiles < 0) | (other < 0)).all():
                 found[n] = np.maximum(tiles, other), np.concatenate([of, here])

@@ -146,8 +146,12 @@ class Places:
             "the sequence": lambda: self.b,
             "the key's sequence - the query's": lambda: sequence - self.b,
         }
+        left = self.question.mask_window[0]
+        first = np.maximum(p - left, 0)
         for t in TILES:
             found |= self._of_tiles(t, of)
+            if left > 0:
+                found[f"(j - the first visible key) % {t}"] = partial(np.mod, j - first, t)
         found |= {
             "the row of the key in k": lambda: key,
             "the row of the query in q": lambda: query,
@@ -184,18 +188,25 @@ class Places:
             ("j", {"i": 0 * shift, own: shift}, self.j, self.i, self.n, 1),
             ("i", {"j": 0 * shift, f"j - {own} + i": -shift}, self.i, self.j, self.m, -1),
         ):
-            for u, t in product(LOOPS, LOOPS):
+            for u, t in product((2, 4, *LOOPS), (4, *LOOPS)):
                 for edge, (words, start), (side, more) in product(EDGES, of.items(), sides.items()):
                     name = f"{at} // {t} - ({words} of the {edge} row of its tile of {u}{side})"
                     row = partial(EDGES[edge], y, u, count)
                     found[f"{name} // {t}"] = partial(_tiles_behind, x, row, start + by * more, t)
+        for u, t in product((2, 4, *LOOPS), (4, *LOOPS)) if left > 0 else ():
+            begin = partial(_begin, partial(EDGES["first"], self.i, u, self.n), shift - left, t)
+            name = f"j - {own} - c with c the first key in tiles of {t} of a tile of {u} queries"
+            found[name] = partial(lambda begin: self.j - self.p - begin(), begin)
         for parts, t in product(SPLITS, LOOPS):
             size = np.maximum(-(-self.m // (t * parts)), 1)
             part = partial(np.floor_divide, self.j, size * t)
             found[f"j // {t} // ceil(seqlen_k / {parts * t})"] = part
-            whole = -(-self.m // t) // parts * parts
-            name = f"j // {t} - ceil(seqlen_k / {t}) // {parts} * {parts}"
-            found[name] = partial(np.subtract, self.j // t, whole)
+            last = partial(np.subtract, self.j, self.m // (size * t) * size * t)
+            found[f"j - seqlen_k // c * c with c = {t} ceil(seqlen_k / {parts * t})"] = last
+            each = f"ceil(seqlen_k / {t}) // {parts}"
+            for least, count in enumerate((each, f"max(1, {each})")):
+                whole = np.maximum(-(-self.m // t) // parts, least) * parts
+                found[f"j // {t} - {count} * {parts}"] = partial(np.subtract, self.j // t, whole)
         return found
 
     def _of_tiles(self, t: int, of: str) -> dict[str, Callable[[], Array]]:
@@ -290,6 +301,10 @@ class Places:
         for t in LOOPS[:3]:
             found |= of_tiles(f"the place in {at}", place, size, count, t)
         return found
+
+
+def _begin(row: Callable[[], Array], shift: Array, t: int) -> Array:
+    return np.asarray(np.maximum(row() + shift, 0) // t * t)
 
 
 def _tiles_behind(x: Array, row: Callable[[], Array], shift: Array, t: int) -> Array:

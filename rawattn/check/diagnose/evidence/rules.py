@@ -5,6 +5,7 @@ import re
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import chain, zip_longest
 from typing import NamedTuple, Protocol
 
 import numpy as np
@@ -13,7 +14,7 @@ Array = np.ndarray
 LENGTHS = {"seqlen_q", "seqlen_k"}  # bounds of which tell the few sequences of a problem apart
 CHANCE = re.compile(r"seqlen_[qk]|the (sequence|row of).*|j - the (longest )?seqlen_k.*")  # alike
 FEW = 6  # runs of a feature that may be intervals: what falls into more is told by another one
-TRIED = 64  # rules of three
+PAIRS, TRIED = 400, 64  # rules of two and of three
 NEEDED = 8  # pairs that each of three intervals must tell: of fewer, chance does
 
 
@@ -95,25 +96,33 @@ class Shown:
     inside: Array
 
 
-def rule_of(*shown: Shown, among: Iterable[str] | None = None) -> Rule | None:
-    """The plainest rule for a set, which holds wherever it is shown: the fewest intervals that have
-    all of it and nothing else, or the fewest bounds, each of which has all of it, that leave
-    nothing else. What chance makes comes last, behind plain rules of one interval more. ``among``:
-    the features that are tried, if not all."""
+def rules_of(*shown: Shown, among: Iterable[str] | None = None) -> Iterator[Rule]:
+    """Rules for a set, which hold wherever it is shown, the plainest first: the fewest intervals
+    that have all of it and nothing else, or the fewest bounds, each of which has all of it, that
+    leave nothing else. What chance makes comes last, behind plain rules of one interval more.
+    ``among``: the features that are tried, if not all."""
     inside = np.concatenate([of.inside[of.domain] for of in shown])
     if not inside.any():
-        return None
+        return
     if inside.all():
-        return Rule(())
+        yield Rule(())
+        return
     places = shown[0].places
     if among is not None:
-        return _Spans(shown, inside, among).rule(2)
+        some = _Spans(shown, inside, among)
+        yield from chain(some.rules(1), some.rules(2))
+        return
     every = _Spans(shown, inside, places.features)
-    if one := every.rule(1):
-        return one
+    yield from every.rules(1)
     loops = _Spans(shown, inside, places.loops)
+    yield from loops.rules(1)
     plain = _Spans(shown, inside, (n for n in places.features if not CHANCE.fullmatch(n)))
-    return loops.rule(1) or plain.rule(2) or loops.rule(2) or plain.rule(3) or every.rule(2)
+    yield from plain.rules(2)
+    mixed = plain.and_of(loops)
+    yield from mixed.rules(2)
+    yield from plain.rules(3)
+    yield from mixed.rules(3)
+    yield from every.rules(2)
 
 
 class _Spans:
@@ -132,28 +141,37 @@ class _Spans:
             for span in _bounds(x, inside, name):
                 self.kinds[True].append((span, span.among(x[~inside])))
 
-    def rule(self, most: int) -> Rule | None:
-        """The plainest one of at most so many intervals."""
-        told = (_exact(self.kinds[every], every, most) for every in (False, True))
-        return min((rule for rule in told if rule), key=lambda rule: rule.size, default=None)
+    def and_of(self, other: "_Spans") -> "_Spans":
+        """With those of others behind them."""
+        both = _Spans((), np.zeros(0, dtype=bool), ())
+        both.kinds = {every: spans + other.kinds[every] for every, spans in self.kinds.items()}
+        return both
+
+    def rules(self, count: int) -> Iterator[Rule]:
+        """Those of so many intervals, the plainest first, unions and bounds by turns."""
+        told = ([*_exact(self.kinds[every], every, count)] for every in (False, True))
+        in_order = sorted(filter(None, told), key=lambda rules: rules[0].size)
+        yield from (rule for rules in zip_longest(*in_order) for rule in rules if rule)
 
 
-def _exact(bounds: Sequence[tuple[Span, Array]], every: bool, most: int) -> Rule | None:
-    """The rule of one span, of two, or of three, that leaves nothing, of the plainest of these;
+def _exact(bounds: Sequence[tuple[Span, Array]], every: bool, count: int) -> Iterator[Rule]:
+    """Rules of one span, of two, or of three, that leave nothing, made of the plainest of these;
     ``bounds``: spans, and what each leaves."""
-    if not bounds or most == 1:
-        return next((Rule((span,), every) for span, left in bounds if not left.any()), None)
+    if not bounds or count == 1:
+        yield from (Rule((span,), every) for span, left in bounds if not left.any())
+        return
     spans, left = zip(*bounds, strict=True)
     # places that the same spans leave count once
     marks = np.packbits(np.stack(left), axis=0).T
     often = Counter(mark.tobytes() for mark in marks)
     apart = [*{mark.tobytes(): n for n, mark in enumerate(marks)}.values()]
     matrix = np.stack([x[apart] for x in left]).astype(np.float32)
-    if most == 2:
-        chosen = min(_pairs(matrix), key=lambda pair: (pair[0] != pair[1], sum(pair)), default=())
+    if count == 2:
+        pairs = (pair for pair in _pairs(matrix) if pair[0] != pair[1])
+        found = iter(sorted(pairs, key=sum)[:PAIRS])
     else:
-        chosen = _three(matrix, np.array([*often.values()]))
-    return Rule(tuple(spans[place] for place in dict.fromkeys(chosen)), every) if chosen else None
+        found = _threes(matrix, np.array([*often.values()]))
+    yield from (Rule(tuple(spans[place] for place in some), every) for some in found)
 
 
 def _pairs(left: Array) -> list[tuple[int, ...]]:
@@ -161,9 +179,9 @@ def _pairs(left: Array) -> list[tuple[int, ...]]:
     return [(int(a), int(b)) for a, b in np.argwhere(np.triu(left @ left.T == 0))]
 
 
-def _three(left: Array, often: Array) -> tuple[int, ...]:
-    """The plainest three that leave nothing, of which each is needed; one of them does not leave
-    what most do. often: how many places each column stands for."""
+def _threes(left: Array, often: Array) -> Iterator[tuple[int, ...]]:
+    """Threes that leave nothing, of which each is needed, the plainest first; one of them does not
+    leave what most do. often: how many places each column stands for."""
     less = left @ (1 - left).T == 0  # who leaves no more than who
     kept = np.flatnonzero(~np.triu(less, 1).any(axis=0))  # but for who comes behind such
     own, found = left[kept], []
@@ -172,8 +190,7 @@ def _three(left: Array, often: Array) -> tuple[int, ...]:
     for some in sorted(found, key=sum)[:TRIED]:
         by = own[list(some)].sum(axis=0)
         if min(often[(by == 2) & (own[one] == 0)].sum() for one in some) >= NEEDED:
-            return tuple(int(kept[place]) for place in some)
-    return ()
+            yield tuple(int(kept[place]) for place in some)
 
 
 def _bounds(x: Array, inside: Array, name: str) -> Iterator[Span]:

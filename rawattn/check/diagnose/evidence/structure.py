@@ -10,7 +10,7 @@ import numpy.typing as npt
 from rawattn.check.diagnose.engine.attention import views_of
 from rawattn.check.diagnose.engine.question import OF_KEYS, OF_SLOTS, Question, side_of
 from rawattn.check.diagnose.evidence.places import TILES, of_tiles
-from rawattn.check.diagnose.evidence.rules import Shown, rule_of
+from rawattn.check.diagnose.evidence.rules import Shown, rules_of
 
 SPANS = 3  # of a rule: from so many on chance makes some
 COVERED = 0.9  # share of rows that are nearly all
@@ -54,7 +54,7 @@ def where(question: Question, tensor: str, bad: Bools, tells: Bools | bool = Tru
     whole = np.broadcast_to(there[:, None] & tells, bad.shape)
     touched = np.isin(within, of_sequences)[:, None] & np.isin(np.arange(heads), of_heads)[None]
     for domain, words in ((whole, ""), (touched & whole, "of these, ")):
-        rule = rule_of(Shown(places, domain.T, bad.T))
+        rule = next(rules_of(Shown(places, domain.T, bad.T)), None)
         if rule is not None and 0 < len(rule.spans) < SPANS:
             yield f"{words}the {row}s with {rule}"
             return

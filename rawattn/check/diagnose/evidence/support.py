@@ -2,49 +2,61 @@
 
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from itertools import product
+from itertools import islice, product
 
 import numpy as np
 
 from rawattn.check.diagnose.engine.attention import See, View, views_of
 from rawattn.check.diagnose.engine.question import Question
 from rawattn.check.diagnose.evidence.places import Places, places_of
-from rawattn.check.diagnose.evidence.rules import Rule, Shown, rule_of
+from rawattn.check.diagnose.evidence.rules import Rule, Shown, rules_of
 
 Array = np.ndarray
 MORE, LESS, OTHER = "sees too many keys", "misses keys", "sees keys that are not its own"
 KINDS = (MORE, LESS, OTHER)
+OWN, ANY = "sees the keys of", "sees, of all sequences, the keys of"  # and no others
 NO_RULE = "by no plain rule"
+LISTED = 8  # runs of places, at most
+COMBINED = 120  # of parts
+RULES, APART = 1000, 60  # of a part: rules that are tried elsewhere, and of those not alike there
 _Read = tuple[Places, Array, Array]  # on a problem, by head: pairs that are known, or of a kind
 
 
 @dataclass(frozen=True, eq=False)
 class Part:
-    """Pairs of one of KINDS, alike in some ``heads``; no rule was found for it if that is None."""
+    """Pairs of one of KINDS, alike in some ``heads``; no rule was found for it if that is None.
+    others: rules that hold as well where it was read. listed: what it was there, in words."""
 
     kind: str
     heads: tuple[int, ...]
     rule: Rule | None
+    others: Iterable[Rule] = ()
+    listed: str = ""
 
     def text(self, heads: int, verb: str = "") -> str:
         """In words, of so many heads; ``verb`` in place of the kind's."""
         who = "" if len(self.heads) == heads else f" (head {', '.join(map(str, self.heads))})"
-        rule = NO_RULE if self.rule is None else str(self.rule)
+        rule = f"{NO_RULE}{self.listed}" if self.rule is None else str(self.rule)
         return f"{verb or f'a query {self.kind}'}{who}: {rule}"
 
 
 @dataclass(frozen=True, eq=False)
 class Support:
-    """seen (num_heads_q, total_q, total_k) as it was read at ``places``. whole: a rule for all that
-    is seen, where that is one. second: where rules hold as well. listed: a change of views that is
+    """seen (num_heads_q, total_q, total_k) as it was read at ``places``. whole: all that is seen,
+    where one rule tells that. second: where rules hold as well. listed: a change of views that is
     all of it, in place of rules."""
 
     places: Places
     seen: Array
     parts: tuple[Part, ...]
-    whole: Rule | None = None
+    whole: Part | None = None
     second: Places | None = None
     listed: See | None = None
+
+    @property
+    def told(self) -> tuple[Part, ...]:
+        """What is said of it."""
+        return self.parts if self.whole is None else (self.whole,)
 
     @property
     def right(self) -> bool:
@@ -52,12 +64,12 @@ class Support:
 
     @property
     def named(self) -> bool:
-        return all(part.rule is not None for part in self.parts)
+        return all(part.rule is not None for part in self.told)
 
     @property
     def plain(self) -> bool:
         """Whether rules are such as somebody may have written."""
-        return all(part.rule is not None and part.rule.plain for part in self.parts)
+        return all(part.rule is not None and part.rule.plain for part in self.told)
 
     @property
     def of_rows(self) -> bool:
@@ -84,13 +96,48 @@ class Support:
                 raise ValueError("this was read on sequences of other lengths")
             more = np.subtract(places.j.shape, self.seen.shape[1:])  # rows of no sequence
             return np.pad(self.seen, [(0, 0), *((0, int(n)) for n in more)])
-        found = places.rights.astype(self.seen.dtype)
-        for part in self.parts:
+        found = places.rights.astype(self.seen.dtype) & (self.whole is None)
+        for part in self.told:
             if part.rule is not None:
                 for head in part.heads:
                     of = places.of_head(head)
                     found[head][part.rule.holds(of) & _domain(of, part.kind)] = part.kind != LESS
         return found
+
+    @property
+    def by_no_rule(self) -> "Support":
+        """The same without rules, which do not hold elsewhere."""
+        parts = (replace(part, rule=None, listed=self._listed(part)) for part in self.parts)
+        return replace(self, parts=tuple(parts), whole=None)
+
+    def _listed(self, part: Part) -> str:
+        """Keys or distances in a part, of every sequence, if they tell all of it."""
+        x, domain = self.places, _domain(self.places, part.kind)
+        inside = self.inside(part.kind)[part.heads[0]]
+        for name, of in {"keys": x.j, "j - p of": x.j - x.p}.items():
+            told, found = [], np.zeros_like(inside)
+            for b, m in enumerate(x.question.lengths_k):
+                here = domain & (x.b == b)
+                values = np.unique(of[inside & here])
+                found |= here & np.isin(of, values)
+                runs = np.split(values, np.flatnonzero(np.diff(values) > 1) + 1)
+                told += [f"{run[0]} to {run[-1]} of {m}" for run in runs if run.size]
+            if (found == inside).all() and len(told) <= LISTED:
+                return f": {name} {', '.join(told)}"
+        return ""
+
+    def others(self, places: Places) -> Iterator["Support"]:
+        """The same by other rules, which are not alike at these ``places``."""
+        told = []
+        for part in self.told:
+            rules: dict[bytes, Rule] = {}
+            for rule in (part.rule, *islice(part.others, RULES)) if part.rule else ():
+                heads = (places.of_head(head) for head in part.heads)
+                held = [rule.holds(of) & _domain(of, part.kind) for of in heads]
+                rules.setdefault(np.packbits(held).tobytes(), rule)
+            told.append([replace(part, rule=rule) for rule in [*rules.values()][:APART]])
+        for parts in islice(product(*told), 1, COMBINED):
+            yield replace(self, **{"parts": parts} if self.whole is None else {"whole": parts[0]})
 
     def see(self, question: Question, views: tuple[View, ...]) -> Sequence[View]:
         """The same as a change of views."""
@@ -113,36 +160,44 @@ def support_of(*read: tuple[Places, Array, Array]) -> Support:
                 groups.setdefault(b"".join(x.tobytes() for x in of_both), []).append(head)
         both = [(of, known, x) for (of, _, known), x in zip(read, (here, there), strict=True)]
         every = tuple(range(len(seen)))
-        common = _rule(kind, both, every) if places.question.sparse and groups else None
-        if common is not None:  # of lists that differ
-            parts.append(Part(kind, every, common))
-            continue
-        told = [Part(kind, tuple(heads), _rule(kind, both, heads[:1])) for heads in groups.values()]
+        if places.question.sparse and groups:  # of lists that differ
+            common = _part(kind, every, _rules(kind, both, every))
+            if common.rule is not None:
+                parts.append(common)
+                continue
+        told = [_part(kind, heads, _rules(kind, both, heads[:1])) for heads in groups.values()]
         rules = {part.rule for part in told}
         if len(told) > 1 and (len(rules) > 1 or None in rules):  # one for all, if there is one
-            rule = _rule(kind, both, every, by_head=True)
-            told = told if rule is None else [Part(kind, every, rule)]
-        same: dict[Rule | None, list[int]] = {}
+            one = _part(kind, every, _rules(kind, both, every, by_head=True))
+            told = told if one.rule is None else [one]
+        same: dict[Rule | None, Part] = {}
         for part in told:
-            same.setdefault(part.rule, []).extend(part.heads)
-        parts += [Part(kind, tuple(sorted(of)), rule) for rule, of in same.items()]
+            heads = same[part.rule].heads if part.rule in same else ()
+            same[part.rule] = replace(part, heads=tuple(sorted((*heads, *part.heads))))
+        parts += same.values()
     kinds, alike = {part.kind for part in parts}, all(len(x.heads) == len(seen) for x in parts)
     whole = _whole(*read, own=OTHER not in kinds) if kinds > {LESS} and alike else None
-    return Support(places, seen, tuple(parts), whole, second)
+    found = Support(places, seen, tuple(parts), whole, second)
+    listed = (x if x.rule else replace(x, listed=found._listed(x)) for x in parts)
+    return replace(found, parts=tuple(listed))
 
 
-def _rule(
+def _part(kind: str, heads: Iterable[int], rules: Iterator[Rule]) -> Part:
+    return Part(kind, tuple(heads), next(rules, None), rules)
+
+
+def _rules(
     kind: str, read: Sequence[_Read], heads: Iterable[int], by_head: bool = False
-) -> Rule | None:
+) -> Iterator[Rule]:
     """Of some heads on all problems; ``by_head``: of all, by which head it is."""
     shown = []
     for (places, known, inside), head in product(read, heads):
         of = places.of_head(head) if by_head else places.of(head)
         shown.append(Shown(of, _domain(of, kind) & known[head], inside[head]))
-    return rule_of(*shown, among=read[0][0].by_head if by_head else None)
+    return rules_of(*shown, among=read[0][0].by_head if by_head else None)
 
 
-def _whole(*read: _Read, own: bool) -> Rule | None:
+def _whole(*read: _Read, own: bool) -> Part | None:
     """A rule for what all heads see; ``own``: of the keys of their sequence alone."""
     shown = []
     for places, seen, known in read:
@@ -152,7 +207,8 @@ def _whole(*read: _Read, own: bool) -> Rule | None:
         for head in range(len(seen) if sparse else 1):
             domain = known[head] & (places.b >= 0) & (places.own | (not own))
             shown.append(Shown(places.of(head), domain, domain & (seen[head] > 0)))
-    return rule_of(*shown)
+    whole = _part(OWN if own else ANY, range(len(read[0][1])), rules_of(*shown))
+    return whole if whole.rule else None
 
 
 def _inside(kind: str, places: Places, seen: Array, known: Array | bool = True) -> Array:
@@ -165,6 +221,8 @@ def _inside(kind: str, places: Places, seen: Array, known: Array | bool = True) 
 def _domain(places: Places, kind: str) -> Array:
     if kind == OTHER:
         return ~places.own
+    if kind in (OWN, ANY):
+        return places.own if kind == OWN else np.broadcast_to(places.b >= 0, places.own.shape)
     return places.own & ~places.right if kind == MORE else places.right
 
 

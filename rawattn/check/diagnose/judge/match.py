@@ -240,7 +240,7 @@ class Stage:
         for of in INFERRED if not over(self.until) else ():
             with _searching():
                 bugs += of.bugs(*self.asked)
-        bugs = [bug for bug in bugs if self.stage in bug.stages]
+        bugs = [bug for bug in bugs if self.stage in bug.stages and self.allows(bug)]
         found = [*self.usual, *self.of_terms, *self.planted(bugs)]
         found += self.with_other_inputs(bugs)
         others = self.with_other_inputs(self.listed)

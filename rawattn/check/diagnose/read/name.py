@@ -3,14 +3,25 @@
 import math
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from functools import partial
+from functools import cache, partial
 from typing import Any
 
-from rawattn.check.diagnose.engine.attention import Bug
+import numpy as np
+
+from rawattn.check.diagnose.engine.attention import Bug, solve
 from rawattn.check.diagnose.engine.question import Answers, Question
+from rawattn.check.diagnose.evidence.places import places_of
+from rawattn.check.diagnose.evidence.support import Support
 from rawattn.check.diagnose.findings import NAMELESS, Diagnosis, Finding
 from rawattn.check.diagnose.read import sliding
-from rawattn.check.diagnose.read.probe import Ask, Refused, problem, read_backward, read_forward
+from rawattn.check.diagnose.read.probe import (
+    Ask,
+    Refused,
+    problem,
+    read_backward,
+    read_forward,
+    with_right,
+)
 from rawattn.check.diagnose.read.said import Said
 from rawattn.check.diagnose.read.slopes import said_of_backward
 from rawattn.check.diagnose.read.weights import said_of
@@ -29,6 +40,10 @@ READERS: dict[str, tuple[Callable[..., Any], Callable[..., Said]]] = {
     "forward": (read_forward, said_of),
     "backward": (read_backward, said_of_backward),
 }
+TELLING = {"forward": "out", "backward": "dv"}  # of who sees whom, on any problem
+FURTHER = 5  # lengths of that problem
+NEAR = {2: 2e-2, 4: 5e-3, 8: 1e-5}  # of a row, by the bytes of the inputs
+Known = tuple[Question, Answers] | None
 PASSES = {"forward": "forward pass", "backward": "backward pass", "sliding": "sliding branch"}
 PLAIN = ("unknown", "wrong-keys", "score-bias", "score-scale")  # what was read says more exactly
 
@@ -111,9 +126,10 @@ def _with(finding: Finding, said: Said) -> Finding:
     return replace(finding, title=said.wrong[0])
 
 
-def read(question: Question, ask: Callable[[str], Ask | None]) -> Readings:
+def read(question: Question, ask: Callable[[str], Ask | None], known: Known = None) -> Readings:
     """What each stage that can be asked does, on problems like ``question``. ``ask(stage)`` is None
-    where the function has no such pass."""
+    where the function has no such pass. known: a problem of other lengths, and what was answered to
+    it, of a function that cannot be asked about any."""
     found: list[Said] = []
     facts: list[str] = []
     for stage in PASSES:
@@ -123,7 +139,7 @@ def read(question: Question, ask: Callable[[str], Ask | None]) -> Readings:
             continue
         here = sliding.alone(question) if branch else question
         try:
-            said = _read(here, stage, sliding.asked(question, asked) if branch else asked)
+            said = _read(here, stage, sliding.asked(question, asked) if branch else asked, known)
         except Refused as why:
             facts.append(f"the {PASSES[stage]} cannot be read off: {why}")
             continue
@@ -134,7 +150,7 @@ def read(question: Question, ask: Callable[[str], Ask | None]) -> Readings:
     return Readings(tuple(found), tuple(facts))
 
 
-def _read(question: Question, stage: str, ask: Ask) -> Said:
+def _read(question: Question, stage: str, ask: Ask, known: Known) -> Said:
     calls = 0
 
     def counted(asked: Question) -> Answers:
@@ -143,11 +159,52 @@ def _read(question: Question, stage: str, ask: Ask) -> Said:
         return ask(asked)
 
     here, (reader, say) = problem(question, 0), READERS.get(stage, READERS["forward"])
-    said: Said = say(reader(counted, here), partial(_elsewhere, reader, counted, here))
-    said.stage, said.calls = stage, calls
-    for told in (said.right, said.wrong):
-        told[:] = dict.fromkeys(told)
-    return said
+    found, again = reader(counted, here), cache(partial(_elsewhere, reader, counted, here))
+
+    def told(support: Support | None) -> Said:
+        said: Said = say(found, again, support)
+        said.stage, said.calls = stage, calls
+        for text in (said.right, said.wrong):
+            text[:] = dict.fromkeys(text)
+        return said
+
+    said = told(None)
+    ruled = said.support.named and not said.support.right and stage in TELLING
+    if said.bug is None or not ruled:
+        return said
+    try:
+        asked, answers = known or _third(here, stage, counted)
+    except Exception:  # of what a candidate throws it has told before
+        return said
+    if _is_so(said, asked, answers):
+        return said
+    others = said.support.others(places_of(asked))
+    so = (one for one in others if _is_so(replace(said, support=one), asked, answers))
+    if (other := next(so, None)) is not None:
+        return told(other)
+    alone = len(said.names) == 1 and known is not None  # else it may be something else that is not
+    return told(said.support.by_no_rule) if alone else said
+
+
+def _third(question: Question, stage: str, ask: Ask) -> tuple[Question, Answers]:
+    """A problem of other lengths, as it is, and what is answered to it."""
+    asked = problem(question, 2, other=FURTHER)
+    if stage == "backward":
+        dout = np.random.default_rng(2).standard_normal((*asked.q.shape[:2], asked.v.shape[2]))
+        _, asked = with_right(replace(asked, dout=dout.astype(asked.q.dtype)))
+    return asked, ask(asked)
+
+
+def _is_so(said: Said, question: Question, answers: Answers) -> bool:
+    """Whether these are the answers with what was read, where they are numbers."""
+    name = TELLING[said.stage]
+    if said.bug is None or name not in answers:
+        return said.bug is not None
+    given = question.given_to_backward(answers) if said.stage == "backward" else None
+    due = solve(question, said.stage, said.bug, given=given)[name]
+    off = np.abs(np.nan_to_num(answers[name].astype(np.float64) - due)).max(axis=-1, initial=0.0)
+    size = np.maximum(np.abs(due).max(axis=-1, initial=0.0), np.sqrt(np.mean(due**2)))
+    return bool((off <= NEAR[question.dtype.itemsize] * size).all())
 
 
 def _elsewhere(of: Callable[[Ask, Question], Any], ask: Ask, question: Question) -> Any:

@@ -34,7 +34,7 @@ def read_packed(
     backward pass that had the out and lse of a wrong forward pass tells nothing. Raises ValueError
     where the other sequences are not those of ``packed``."""
     here, given = part(question, answers, 0, batch, PAST)
-    told = read(_shorter(here), _asked(question, answers, here))
+    told = read(_shorter(here), _asked(question, answers, here), (here, given))
     for reading in told.of:  # of other lengths than those that are judged
         reading.loose |= not reading.support.named
     forward = tuple(reading for reading in told.of if reading.stage == "forward")

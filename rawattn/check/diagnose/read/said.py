@@ -87,6 +87,8 @@ class Said:
     def allows(self, bug: Bug) -> bool:
         """Whether with a bug of who sees whom keys are seen as they were read."""
         read = self.support
+        if bug.see is None and bug.steps.keys() == {"L", "O"} and not read.right:
+            return self.loose or bool(self.unread) or "lse" not in self.right  # parts are merged
         if bug.see is None or read.right or not read.named or self.unread or read.second is None:
             return True
         for places in (read.places, read.second):
@@ -145,6 +147,7 @@ def of_scale(factors: Array, places: Places) -> str:
     known |= {"that of head_dim_v is used": q.v.shape[2] ** -0.5 / q.scale}
     padded = [n for n in (16, 32, 64, 128, 256) if n > size][:1]
     known |= {f"that of head_dim {n} is used": n**-0.5 / q.scale for n in padded}
+    known |= {"by 1 / sqrt(d), the default softmax_scale, on top of a given one": size**-0.5}
     known |= {"log2(e)": 1 / np.log(2), "ln 2": np.log(2), "2": 2.0, "1/2": 0.5}
     factors = factors[np.abs(factors - 1) > 1e-2]
     told = (name for name, x in known.items() if np.allclose(factors, x, rtol=5e-3))

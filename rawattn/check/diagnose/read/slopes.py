@@ -26,7 +26,9 @@ TRIED = 3  # listed bugs of P that look alike
 IN_ANOTHER_WAY = "is wrong in another way"
 
 
-def said_of_backward(read: Backward, again: Callable[[], Backward]) -> Said:
+def said_of_backward(
+    read: Backward, again: Callable[[], Backward], support: Support | None = None
+) -> Said:
     """Like ``said_of``, of P as dv has it, of dS as dq and dk have it, and of the heads' sums."""
     second = cache(again)
     if (of_heads := _of_sums(read)) is not None:
@@ -36,7 +38,7 @@ def said_of_backward(read: Backward, again: Callable[[], Backward]) -> Said:
     every = [_with_slopes(said, read, second) for said in listed]
     if every:
         return next((said for said in every if "dS" in said.right), every[0])
-    return _with_slopes(said_of(read.weights, weights), read, second)
+    return _with_slopes(said_of(read.weights, weights, support), read, second)
 
 
 def _with_slopes(said: Said, read: Backward, second: Callable[[], Backward]) -> Said:

@@ -22,7 +22,7 @@ FEW = 0.3  # of rows
 ROUNDED = 8e-3  # off by less: sums or weights in 16 bits may be
 PARTS: dict[str, Callable[[Array, Array], Array]] = {  # of L or sinks, and the row's maximum
     "the right lse": lambda L, top: L,
-    "sink": lambda sink, top: sink + 0 * top,
+    "sink": lambda sink, top: sink + np.zeros_like(top),
     "row_max": lambda L, top: top,
     "row_sum": lambda L, top: np.exp(L - top),
     "": lambda L, top: top**0,
@@ -213,7 +213,9 @@ def _over(rule: Rule, of: Callable[[Places], Array], c: Context) -> tuple[Array,
     """Weights over the sum of other keys."""
     places = places_of(c.question)
     keys = of_view(c, of(places) & rule.holds(places))
-    L = log_sum(np.where(keys, c.G * c.cap[0], -np.inf))  # of masked ones too
+    unseen = ~(c.W > 0).any(axis=(0, 1))  # keys of which a view has no scores
+    S = np.where(unseen, of_view(c, Right(places).S), c.G * c.cap[0])  # of masked ones too
+    L = log_sum(np.where(keys, S, -np.inf))
     by = np.where(np.isneginf(L), c.S.max(axis=-1, initial=-np.inf), L)  # 1 in place of no sum
     with np.errstate(over="ignore"):
         return L, np.asarray(np.exp(c.S - dead_to_inf(np, by)[..., None]))

@@ -6,7 +6,7 @@ from functools import cache
 import numpy as np
 
 from rawattn.check.diagnose.evidence.places import Places, log_sum
-from rawattn.check.diagnose.evidence.rules import Rule, Shown, rule_of
+from rawattn.check.diagnose.evidence.rules import Rule, Shown, rules_of
 from rawattn.check.diagnose.evidence.sight import mask_rule
 from rawattn.check.diagnose.evidence.support import OTHER, Support, support_of
 from rawattn.check.diagnose.read.classes import class_of
@@ -21,10 +21,11 @@ from rawattn.check.diagnose.read.terms import Term, adding, term_of
 Array = np.ndarray
 
 
-def said_of(read: Weights, again: Callable[[], Weights]) -> Said:
-    """``again``: the same on other lengths, where rules are checked."""
+def said_of(read: Weights, again: Callable[[], Weights], support: Support | None = None) -> Said:
+    """``again``: the same on other lengths, where rules are checked. support: what was read
+    before, by other rules."""
     second = cache(again)
-    return next(of_lists(read, second), None) or _said_of(read, second)
+    return next(of_lists(read, second), None) or _said_of(read, second, support)
 
 
 def of_lists(read: Weights, again: Callable[[], Weights]) -> Iterator[Said]:
@@ -37,7 +38,7 @@ def of_lists(read: Weights, again: Callable[[], Weights]) -> Iterator[Said]:
         yield said
 
 
-def _said_of(read: Weights, second: Callable[[], Weights]) -> Said:
+def _said_of(read: Weights, second: Callable[[], Weights], support: Support | None) -> Said:
     places, (seen, alive) = read.places, seen_of(read)
     said = Said(read, Support(places, places.rights & seen, ()))
     if not alive.all():
@@ -48,7 +49,7 @@ def _said_of(read: Weights, second: Callable[[], Weights]) -> Said:
     _say_scores(said, x, second)
     here = _pairs(said, read)
     if (here[1] != places.rights)[alive].any():
-        said.support = support_of(here, _pairs(said, second()))
+        said.support = support or support_of(here, _pairs(said, second()))
     if said.unread and not said.support.named:
         said.unread[:] = ["the weights are not those of these queries and keys, if of any"]
     else:
@@ -109,7 +110,7 @@ def _say_support(said: Said, alive: Array) -> None:
         what = "add nothing to dv" if said.weights.passed else "see no key, or are not written"
         said.wrong.append(f"rows {what}: {told}")
     elif rules.whole is not None:
-        said.wrong.append(f"a query sees the keys of {rules.whole} (it must see {due})")
+        said.wrong.append(f"a query sees the keys of {rules.whole.rule} (it must see {due})")
     else:
         must = f" (it must see {due})"
         said.wrong += [part.text(heads) + must * (part.kind != OTHER) for part in rules.parts]
@@ -125,7 +126,7 @@ def _counted(read: Weights, noise: float, second: Callable[[], Weights]) -> Term
     shown = [(read.places, found, known), (second().places, *_times(second(), noise)[:2])]
     every = range(read.places.question.num_heads_q if read.places.question.sparse else 1)
     by_head = ((of.of(h), n[h], k[h]) for of, n, k in shown for h in every)
-    rule = rule_of(*(Shown(of, k, k & (n > 1.5)) for of, n, k in by_head))
+    rule = next(rules_of(*(Shown(of, k, k & (n > 1.5)) for of, n, k in by_head)), None)
     if rule is None or len(values[values > 1]) != 1:
         return None
     return _counting(int(values[-1]), rule, read.places)
