@@ -72,7 +72,7 @@ def _often(part: Part, tile: int, factor: float) -> See:
 # ---- rows without keys ------------------------------------------------------------------------
 
 
-def _dead(question: Question) -> np.ndarray:
+def dead(question: Question) -> np.ndarray:
     """(total_q, num_heads_q): rows of sequences that see no key."""
     alive = _row_mask(question, lambda seen: np.asarray(seen.any(axis=2)))
     return ~alive & (question.sequence_of("q") >= 0)[:, None]
@@ -122,9 +122,9 @@ def _spoilt(question: Question, answers: Answers, rows: np.ndarray) -> Answers:
 
 
 def dead_rows(question: Question) -> Iterator[Bug]:
-    if not _dead(question).any():
+    if not dead(question).any():
         return
-    nan: Store = lambda question, answers: _spoilt(question, answers, _dead(question))  # noqa: E731
+    nan: Store = lambda question, answers: _spoilt(question, answers, dead(question))  # noqa: E731
     yield Bug("dead-rows", "NaN", FIRST, store=nan)
     yield Bug("dead-rows", "mean of v", FIRST, steps={"S": _zero_dead, "bP": _uniform_dead})
     yield Bug("dead-rows", "mean of v, dv alone", BACKWARD, steps={"dV": _dv_of_dead})

@@ -41,7 +41,7 @@ from rawattn.check.diagnose.evidence.precision import (
     relative_residual,
     sizes,
 )
-from rawattn.check.diagnose.inferred import inputs, online, terms, unwritten
+from rawattn.check.diagnose.inferred import inputs, online, spoilt, terms, unwritten
 
 NEAREST = 12  # predictions whose noise is computed, for each tensor
 OF_A_DISTANCE, OF_A_FIT = 0.1, 0.6
@@ -57,7 +57,7 @@ KERNELS = (
 GENERIC = ("wrong-keys", "sparse-inverted-lists", "unknown")  # what others say more exactly
 LOOSE = (*GENERIC, "denominator", "pairs-dropped")  # of what is read, likewise
 BEYOND = ("second", "jvp")
-INFERRED = (online, inputs, unwritten)
+INFERRED = (online, inputs, unwritten, spoilt)
 BY_OUT = {"tO": second_order.by_given_out}  # a double backward may use the out that it was given
 RIGHT = (NO_BUG, replace(NO_BUG, steps=BY_OUT))
 

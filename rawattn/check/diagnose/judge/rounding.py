@@ -26,9 +26,10 @@ from rawattn.check.diagnose.engine.attention import (
     times,
 )
 from rawattn.check.diagnose.engine.question import Answers, by_rows
-from rawattn.check.diagnose.evidence.precision import to_dtype
+from rawattn.check.diagnose.catalogue.second_order import with_values
+from rawattn.check.diagnose.evidence.precision import to_dtype, to_tf32
 from rawattn.check.diagnose.findings import Finding
-from rawattn.check.diagnose.judge.match import StageVerdict
+from rawattn.check.diagnose.judge.match import StageVerdict, good
 from rawattn.check.diagnose.judge.proofs import finding
 
 CHUNKS = (1, 4, 8, 16, 32, 64, 128)  # keys that are added up at once
@@ -38,6 +39,7 @@ FOLLOWS = 0.5  # correlation of an error with a predicted one that names its cau
 FEW = 16  # numbers that an error must change, for it to follow anything
 NARROWS = 0.4  # of an error: what an intermediate that is rounded may leave of it
 EXACT = 0.01  # the same, beyond doubt
+ALONE, ALL_BUT = ", there alone,", 0.1  # of one product; what its operands may leave
 NARROW = (ml_dtypes.bfloat16, np.float16, ml_dtypes.float8_e4m3fn, ml_dtypes.float8_e5m2)
 OF_DERIVATIVES = {"P": "bP", "D": "D", "dP": "dP"}
 OF_TANGENTS = {"E": "E", "e": "e", "P'": "tP", "the sum behind ddout": "tO"}
@@ -46,6 +48,24 @@ KEPT = {  # what else may be kept in fewer bits, and the step that makes it
     "jvp": {"P": "P", **OF_TANGENTS},
     "second": OF_DERIVATIVES | OF_TANGENTS | {"W": "w", "dS": "dS", "dS'": "tdS", "dP'": "tdP"},
 }
+PRODUCTS = {  # by their steps, in words, and their operands
+    "forward": {"Y": ("q k^T", "Q K"), "O": ("P v", "P V")},
+    "backward": {
+        **{"Y": ("q k^T", "Q K"), "dP": ("dout v^T", "dO V"), "dQ": ("dS k", "dY K")},
+        **{"dK": ("dS^T q", "dY Q"), "dV": ("P^T dout", "P dO")},
+    },
+    "jvp": {
+        **{"Y": ("q k^T", "Q K"), "O": ("P v", "P V"), "tY": ("tq k^T and q tk^T", "tQ K Q tK")},
+        "tO": ("tP v and P tv", "tP V P tV"),
+    },
+    "second": {
+        **{"Y": ("q k^T", "Q K"), "tY": ("ddq k^T and q ddk^T", "tQ K Q tK")},
+        **{"tO": ("tP v and P ddv", "tP V P tV"), "dP": ("dout v^T", "dO V")},
+        **{"tdP": ("dout ddv^T", "dO tV"), "gQ": ("dS' k and dS ddk", "tdY K dY tK")},
+        **{"gK": ("dS'^T q and dS^T ddq", "tdY Q dY tQ"), "gV": ("tP^T dout", "tP dO")},
+    },
+}
+IN_WORDS = {"dY": "dS", "tdY": "dS'", "dO": "dout", "tP": "the tangent of P"}
 Rounded = Callable[[Floats], Floats]
 
 
@@ -68,11 +88,14 @@ def of_right(verdict: StageVerdict, side: str, *, zeros: bool) -> list[Finding]:
     # float16 may be TF32, which is allowed of float32 operands and has as many bits: of all of them
     exact = verdict.work.question.dtype == np.float64
     operand = " in float16" in form and form.startswith(("P ", "exp", "dS ")) and not exact
+    operand |= "TF32" in form
     if form and not narrow and (left < EXACT or not operand):
         sure = "medium" if operand else "high"
         return [finding(side, "narrow-intermediate", where, sure, (told, said), form=form)]
     like = f"as if computed in {verdict.precision}"
-    if exact:
+    fine = [name for name in good(verdict.work.right_at(verdict.work.finest)) if not narrow]
+    if exact or fine:  # what is coarse in some products alone, nobody has asked for
+        like += f", but {', '.join(fine)} as in {finest}" * bool(fine)
         return [finding(side, "narrow-intermediate", where, "medium", (said,), form=like)]
     evidence = (said, told) if told else (said,)
     told_so = finding(side, "rounding", where, "high", evidence, form=like)
@@ -129,10 +152,12 @@ def narrowed(verdict: StageVerdict, tensors: Sequence[str]) -> tuple[str, str, f
     for how in ways:
         for form, of in _followed(verdict, tensors, how, _roundings(stage)):
             left = {n: 1 + by**2 - 2 * like * by for n, (like, by) in of.items() if by > 1 / 4}
-            # what one tensor shows to the last digit, others need not
-            some = min if min(left.values(), default=1.0) < EXACT**2 else max
-            share = math.sqrt(max(0.0, some(left.values(), default=1.0)))
-            if share < NARROWS:
+            # what one tensor shows to the last digit, others need not, but of many alike
+            of_product = ALONE in form
+            exact = min(left.values(), default=1.0) < EXACT**2 and not of_product
+            share = (min if exact else max)(left.values(), default=1.0)
+            share = math.sqrt(max(0.0, share))
+            if share < (ALL_BUT if of_product else NARROWS):
                 best = min(best, (-len(left), share, form, ", ".join(left)))
     _, share, form, names = best
     text = f"{names}: the error is that of {form}, which leaves {share:.2g} of it; the slope is 1"
@@ -145,6 +170,18 @@ def _roundings(stage: str) -> Iterator[Bug]:
         for words, steps in _kept_in(to_dtype(dtype), stage):
             form = f"{words} in {np.dtype(dtype).name}"
             yield Bug("narrow-intermediate", form, (stage,), steps=steps)
+    coarse = {np.dtype(dtype).name: to_dtype(dtype) for dtype in NARROW[:2]} | {"TF32": to_tf32}
+    for name, r in coarse.items():
+        for step, (words, operands) in PRODUCTS[stage].items():
+            every = operands.split()
+            for some in [every, *([one] for one in every if name != "TF32")]:
+                said = "the operands" if some == every else IN_WORDS.get(some[0], some[0])
+                steps = {step: with_values(step, **{x: partial(_narrow, r, x) for x in some})}
+                yield Bug("", f"{said} of {words}{ALONE} in {name}", (stage,), steps=steps)
+
+
+def _narrow(r: Rounded, name: str, c: Context) -> Floats:
+    return r(getattr(c, name))
 
 
 def _kept_in(r: Rounded, stage: str) -> Iterator[tuple[str, dict[str, Step]]]:
