@@ -7,6 +7,7 @@ import numpy as np
 
 from rawattn.check.diagnose.engine.attention import View
 from rawattn.check.diagnose.engine.question import Question
+from rawattn.check.diagnose.evidence import structure
 from rawattn.check.diagnose.evidence.places import Places, places_of
 from rawattn.check.diagnose.evidence.rules import Rule, Shown, rule_of
 
@@ -14,21 +15,24 @@ Array = np.ndarray
 MORE, LESS, OTHER = "sees too many keys", "misses keys", "sees keys that are not its own"
 KINDS = (MORE, LESS, OTHER)
 NO_RULE = "by no plain rule"
+LISTED = 8  # ranges of queries, where no rule tells them
 _Read = tuple[Places, Array, Array]  # on a problem, by head: pairs that are known, or of a kind
 
 
 @dataclass(frozen=True, eq=False)
 class Part:
-    """Pairs of one of KINDS, alike in some ``heads``; no rule was found for it if that is None."""
+    """Pairs of one of KINDS, alike in some ``heads``; no rule was found for it if that is None, and
+    ``pairs`` lists them."""
 
     kind: str
     heads: tuple[int, ...]
     rule: Rule | None
+    pairs: str = ""
 
     def text(self, heads: int, verb: str = "") -> str:
         """In words, of so many heads; ``verb`` in place of the kind's."""
         who = "" if len(self.heads) == heads else f" (head {', '.join(map(str, self.heads))})"
-        rule = NO_RULE if self.rule is None else str(self.rule)
+        rule = f"{NO_RULE}, {self.pairs}" if self.rule is None else str(self.rule)
         return f"{verb or f'a query {self.kind}'}{who}: {rule}"
 
 
@@ -115,10 +119,34 @@ def support_of(*read: tuple[Places, Array, Array]) -> Support:
         same: dict[Rule | None, list[int]] = {}
         for part in told:
             same.setdefault(part.rule, []).extend(part.heads)
-        parts += [Part(kind, tuple(sorted(of)), rule) for rule, of in same.items()]
+        for rule, of in same.items():
+            listed = "" if rule else listing(places, here[of[0]])
+            parts.append(Part(kind, tuple(sorted(of)), rule, listed))
     kinds, alike = {part.kind for part in parts}, all(len(x.heads) == len(seen) for x in parts)
     whole = _whole(*read, own=OTHER not in kinds) if kinds > {LESS} and alike else None
     return Support(places, seen, tuple(parts), whole, second)
+
+
+def listing(places: Places, inside: Array) -> str:
+    """Pairs (total_q, total_k) of the longest sequence that has some, by ranges: queries in a row
+    that have the same keys, or keys at the same distances."""
+    of_rows = np.where(inside.any(axis=1), places.b[:, 0], -1)
+    b = int(np.bincount(of_rows + 1)[1:].argmax()) if (of_rows >= 0).any() else -1
+    told: list[tuple[int, int, str]] = []  # of queries the first and the last, and their keys
+    for row in np.flatnonzero((of_rows == b) & (b >= 0)):
+        j, i = places.j[row][inside[row]], int(places.question.place_of("q")[row])
+        forms = structure.named("", j), "i + " + structure.named("", j - i)
+        same = told and told[-1][1] == i - 1 and {*told[-1][2].split("|")} & {*forms}
+        if same:
+            kept = "|".join(form for form in told[-1][2].split("|") if form in forms)
+            told[-1] = (told[-1][0], i, kept)
+        else:
+            told.append((i, i, "|".join(forms)))
+    words = [f"{a} to {z}" if z > a else str(a) for a, z, _ in told]
+    keys = [form.partition("|")[0] for *_, form in told]
+    pieces = [f"i = {rows}: j = {of}" for rows, of in zip(words, keys, strict=True)]
+    more = f"; ... ({inside.sum()} pairs in all)" * (len(pieces) > LISTED)
+    return f"in sequence {b}: {'; '.join(pieces[:LISTED])}{more}"
 
 
 def _rule(

@@ -65,6 +65,8 @@ def _rescaled(
     question: Question, stage: str, c: Context, found: dict[str, Floats]
 ) -> Iterator[Bug]:
     right = Results(c.O, c.L, *((c.tL, c.tO) if stage == "jvp" else (c.L, c.O)))
+    # rows that are right may have another loop
+    same = {of: _same(x, getattr(right, of)) for of, x in found.items()}
     wrong = sum(_left(x, getattr(right, of)) for of, x in found.items())
     for at, cut in tiles(question).items():
         parts = parts_of(c, cut)
@@ -72,7 +74,7 @@ def _rescaled(
         ways = ((words, way, totals(parts, way)) for words, way in WAYS.items())
         for (words, way, others), moved in product(ways, SUMS[stage]):
             of = divided(parts, sums | {name: others[name] for name in moved})
-            if sum(_left(x, getattr(of, name)) for name, x in found.items()) < FITS * wrong:
+            if sum(_left(x, getattr(of, n), same[n]) for n, x in found.items()) < FITS * wrong:
                 said = " and ".join(WORDS.get(name, name) for name in moved)
                 planted = steps(stage, cut, partial(rescaled, wrong=moved, way=way))
                 yield Bug("no-rescale", f"{said} {words}, {at}", (stage,), steps=planted)
@@ -100,9 +102,15 @@ def _merges(question: Question, c: Context, found: dict[str, Floats]) -> list[Bu
     return [bug for _, bug in sorted(near, key=lambda one: one[0])[:MOST]]
 
 
-def _left(found: Floats, wanted: Floats) -> float:
-    """The square of what an answer (n, heads, columns) is off by, in units of its size."""
-    found = found.swapaxes(0, 1).reshape(wanted.shape)
+def _same(found: Floats, right: Floats) -> Floats:
+    """Which numbers of an answer (n, heads, columns) are right."""
+    return np.isclose(found.swapaxes(0, 1).reshape(right.shape), right, 1e-3, 1e-4)
+
+
+def _left(found: Floats, wanted: Floats, but: Floats | bool = False) -> float:
+    """The square of what an answer (n, heads, columns) is off by, in units of its size; ``but`` for
+    some of it."""
+    found = np.where(but, wanted, found.swapaxes(0, 1).reshape(wanted.shape))
     both = np.isfinite(found) & np.isfinite(wanted)
     size = float((found[both] ** 2).sum())
     left = float(((found[both] - wanted[both]) ** 2).sum()) / size if size else 0.0

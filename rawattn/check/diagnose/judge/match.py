@@ -24,6 +24,7 @@ from rawattn.check.diagnose.catalogue.sparse import selection
 from rawattn.check.diagnose.engine.attention import NO_BUG, Bug, Floats, solve
 from rawattn.check.diagnose.engine.effort import cuts, over, spend
 from rawattn.check.diagnose.engine.question import (
+    BY_ROW,
     STAGES,
     Answers,
     Question,
@@ -41,12 +42,16 @@ from rawattn.check.diagnose.evidence.precision import (
     relative_residual,
     sizes,
 )
+from rawattn.check.diagnose.evidence.structure import where
 from rawattn.check.diagnose.inferred import inputs, online, spoilt, terms, unwritten
 
 NEAREST = 12  # predictions whose noise is computed, for each tensor
 OF_A_DISTANCE, OF_A_FIT = 0.1, 0.6
 TELLING = 0.01  # share of rows with numbers in them, of a tensor that a bug can be known by
 OF_ZEROS = 2  # classes that may explain zeros, for one of them to be named
+SHARE = 2.0**-6  # of the size of a row: what another one is off by
+ROWS = 4  # wrong ones, at least, for a bug to be one of these alone
+ELSEWHERE = "; all others are right"
 BETTER = 0.95  # of the residual, at most, that a bug leaves where it is the reason
 FAR = 0.3  # residual of what no rounding explains
 # Tensors of one loop, which a bug of that loop changes together.
@@ -151,6 +156,12 @@ def _is_wrong(question: Question, given: tuple[Floats, Floats]) -> bool:
     )
 
 
+def _in_rows(rows: dict[str, Floats], right: Answers, _: Question, answers: Answers) -> Answers:
+    """``answers`` in these rows (tokens, heads), ``right`` ones in others."""
+    at = {name: (of.T if name in BY_ROW else of[..., None]) for name, of in rows.items()}
+    return {n: np.where(at[n], x, right[n]) if n in at else right[n] for n, x in answers.items()}
+
+
 def rows_off(
     found: Floats, right: Floats, rows: np.ndarray, share: float, least: Floats | float = 0.0
 ) -> np.ndarray:
@@ -228,6 +239,8 @@ class Stage:
         if self.of_terms:
             yield [*self.usual, *self.of_terms]
         yield self.every
+        if not over(self.until):
+            yield self.of_some_rows
 
     @cached_property
     def sizes(self) -> Answers:
@@ -266,6 +279,23 @@ class Stage:
         found += with_other_inputs(*self.asked, bugs)
         others = with_other_inputs(*self.asked, self.listed)
         return [*found, *itertools.takewhile(lambda _: not over(self.until), others)]
+
+    @property
+    def of_some_rows(self) -> list[Prediction]:
+        """What a bug gives in the wrong rows, and right ones elsewhere: it is in one head, sequence
+        or tile alone, or in some lanes."""
+        bad = {name: rows for name in self.tensors if (rows := self.bad(name)).sum() >= ROWS}
+        found = []
+        for guess in self.every if bad else ():
+            by = {n: self.pair(n, guess) for n in bad if guess.bug.store is None}
+            told = {n: bad[n] for n, x in by.items() if not rows_off(*x, bad[n], SHARE).any()}
+            for name, rows in [*told.items()][:1]:
+                other = rows_off(by[name][1], self.pair(name)[1], self.rows[name], SHARE)
+                places = ", ".join([*where(self.question, name, rows, other)][1:])
+                text = f"{guess.bug.variant or 'so'} in some rows, {places}{ELSEWHERE}"
+                store = partial(_in_rows, told, self.rights[0].answers)
+                found.append(replace(guess.bug, variant=text, store=store))
+        return predictions(*self.asked, found)
 
     def _held(self, name: str) -> np.ndarray:
         """All rows but those that are inf since the right values are more than their dtype holds,

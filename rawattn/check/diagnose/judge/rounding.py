@@ -5,13 +5,23 @@ The slope to the right values is 1: such a computation is right, but coarser tha
 
 import itertools
 import math
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import partial, reduce
 
 import ml_dtypes
 import numpy as np
 
+from rawattn.check.diagnose.catalogue.partial_sums import (
+    Parts,
+    Results,
+    merged,
+    rescaled,
+    splits,
+    tiles,
+)
+from rawattn.check.diagnose.catalogue.partial_sums import steps as steps_of
+from rawattn.check.diagnose.catalogue.second_order import with_values
 from rawattn.check.diagnose.engine.attention import (
     NO_BUG,
     NONE,
@@ -22,11 +32,12 @@ from rawattn.check.diagnose.engine.attention import (
     Rounding,
     Step,
     changed,
+    exact,
     solve,
     times,
 )
-from rawattn.check.diagnose.engine.question import Answers, by_rows
-from rawattn.check.diagnose.catalogue.second_order import with_values
+from rawattn.check.diagnose.engine.question import Answers, Question, by_rows
+from rawattn.check.diagnose.engine.steps import PROGRAMS
 from rawattn.check.diagnose.evidence.precision import to_dtype, to_tf32
 from rawattn.check.diagnose.findings import Finding
 from rawattn.check.diagnose.judge.match import StageVerdict, good
@@ -49,21 +60,11 @@ KEPT = {  # what else may be kept in fewer bits, and the step that makes it
     "second": OF_DERIVATIVES | OF_TANGENTS | {"W": "w", "dS": "dS", "dS'": "tdS", "dP'": "tdP"},
 }
 PRODUCTS = {  # by their steps, in words, and their operands
-    "forward": {"Y": ("q k^T", "Q K"), "O": ("P v", "P V")},
-    "backward": {
-        **{"Y": ("q k^T", "Q K"), "dP": ("dout v^T", "dO V"), "dQ": ("dS k", "dY K")},
-        **{"dK": ("dS^T q", "dY Q"), "dV": ("P^T dout", "P dO")},
-    },
-    "jvp": {
-        **{"Y": ("q k^T", "Q K"), "O": ("P v", "P V"), "tY": ("tq k^T and q tk^T", "tQ K Q tK")},
-        "tO": ("tP v and P tv", "tP V P tV"),
-    },
-    "second": {
-        **{"Y": ("q k^T", "Q K"), "tY": ("ddq k^T and q ddk^T", "tQ K Q tK")},
-        **{"tO": ("tP v and P ddv", "tP V P tV"), "dP": ("dout v^T", "dO V")},
-        **{"tdP": ("dout ddv^T", "dO tV"), "gQ": ("dS' k and dS ddk", "tdY K dY tK")},
-        **{"gK": ("dS'^T q and dS^T ddq", "tdY Q dY tQ"), "gV": ("tP^T dout", "tP dO")},
-    },
+    **{"Y": {"q k^T": "Q K"}, "O": {"P v": "P V"}, "dP": {"dout v^T": "dO V"}},
+    **{"dQ": {"dS k": "dY K"}, "dK": {"dS^T q": "dY Q"}, "dV": {"P^T dout": "P dO"}},
+    **{"tY": {"tq k^T": "tQ K", "q tk^T": "Q tK"}, "tO": {"tP v": "tP V", "P tv": "P tV"}},
+    **{"gQ": {"dS' k": "tdY K", "dS tk": "dY tK"}, "gK": {"dS'^T q": "tdY Q", "dS^T tq": "dY tQ"}},
+    **{"gV": {"tP^T dout": "tP dO"}, "tdP": {"dout tv^T": "dO tV"}},
 }
 IN_WORDS = {"dY": "dS", "tdY": "dS'", "dO": "dout", "tP": "the tangent of P"}
 Rounded = Callable[[Floats], Floats]
@@ -86,15 +87,14 @@ def of_right(verdict: StageVerdict, side: str, *, zeros: bool) -> list[Finding]:
     )
     where = f"{verdict.stage}: {', '.join(name for name in off if off[name] > off[most] / 8)}"
     # float16 may be TF32, which is allowed of float32 operands and has as many bits: of all of them
-    exact = verdict.work.question.dtype == np.float64
-    operand = " in float16" in form and form.startswith(("P ", "exp", "dS ")) and not exact
-    operand |= "TF32" in form
+    of_64 = verdict.work.question.dtype == np.float64
+    operand = " in float16" in form and form.startswith(("P ", "exp", "dS ")) and not of_64
     if form and not narrow and (left < EXACT or not operand):
-        sure = "medium" if operand else "high"
+        sure = "medium" if operand or "TF32" in form else "high"
         return [finding(side, "narrow-intermediate", where, sure, (told, said), form=form)]
     like = f"as if computed in {verdict.precision}"
     fine = [name for name in good(verdict.work.right_at(verdict.work.finest)) if not narrow]
-    if exact or fine:  # what is coarse in some products alone, nobody has asked for
+    if of_64 or fine:  # what is coarse in some products alone, nobody has asked for
         like += f", but {', '.join(fine)} as in {finest}" * bool(fine)
         return [finding(side, "narrow-intermediate", where, "medium", (said,), form=like)]
     evidence = (said, told) if told else (said,)
@@ -147,37 +147,69 @@ def narrowed(verdict: StageVerdict, tensors: Sequence[str]) -> tuple[str, str, f
     """Which intermediate in which narrow dtype leaves hardly an error of those that it changes, a
     sentence of that, and which share it leaves; nothing where there is none."""
     question, stage = verdict.work.question, verdict.stage
-    best = (0, NARROWS, "", "")  # how many tensors, what is left of their errors
+    best = (0, 0, NARROWS, "", "")  # how many tensors, how many not, what is left of their errors
     ways = [verdict.work.finest.rounding] * (question.dtype.itemsize == 2) + [NONE]
     for how in ways:
-        for form, of in _followed(verdict, tensors, how, _roundings(stage)):
+        for form, of in _followed(verdict, tensors, how, _roundings(question, stage)):
             left = {n: 1 + by**2 - 2 * like * by for n, (like, by) in of.items() if by > 1 / 4}
             # what one tensor shows to the last digit, others need not, but of many alike
             of_product = ALONE in form
-            exact = min(left.values(), default=1.0) < EXACT**2 and not of_product
-            share = (min if exact else max)(left.values(), default=1.0)
+            some = min(left.values(), default=1.0) < EXACT**2 and not of_product
+            share = (min if some else max)(left.values(), default=1.0)
             share = math.sqrt(max(0.0, share))
             if share < (ALL_BUT if of_product else NARROWS):
-                best = min(best, (-len(left), share, form, ", ".join(left)))
-    _, share, form, names = best
+                named = [name for name, of_it in left.items() if of_it < NARROWS**2]
+                unlike = len(left) - len(named)
+                best = min(best, (-len(named), unlike, round(share, 4), form, ", ".join(named)))
+    *_, share, form, names = best
     text = f"{names}: the error is that of {form}, which leaves {share:.2g} of it; the slope is 1"
     return (form, text, share) if form else ("", "", 1.0)
 
 
-def _roundings(stage: str) -> Iterator[Bug]:
+def _roundings(question: Question, stage: str) -> Iterator[Bug]:
     """A stage with one intermediate in fewer bits: slope 1, and the same error on every run."""
     for dtype in NARROW:
-        for words, steps in _kept_in(to_dtype(dtype), stage):
+        of_parts = _of_parts(to_dtype(dtype), question, stage) if dtype in NARROW[:2] else ()
+        for words, steps in itertools.chain(_kept_in(to_dtype(dtype), stage), of_parts):
             form = f"{words} in {np.dtype(dtype).name}"
             yield Bug("narrow-intermediate", form, (stage,), steps=steps)
-    coarse = {np.dtype(dtype).name: to_dtype(dtype) for dtype in NARROW[:2]} | {"TF32": to_tf32}
+    coarse = {np.dtype(dtype).name: to_dtype(dtype) for dtype in NARROW[:2]} | {
+        "TF32 (or float16)": to_tf32
+    }
     for name, r in coarse.items():
-        for step, (words, operands) in PRODUCTS[stage].items():
-            every = operands.split()
-            for some in [every, *([one] for one in every if name != "TF32")]:
-                said = "the operands" if some == every else IN_WORDS.get(some[0], some[0])
-                steps = {step: with_values(step, **{x: partial(_narrow, r, x) for x in some})}
-                yield Bug("", f"{said} of {words}{ALONE} in {name}", (stage,), steps=steps)
+        for step in (step for step in PROGRAMS[stage] if step in PRODUCTS):
+            every = {words: operands.split() for words, operands in PRODUCTS[step].items()}
+            some = {f"the operands of {words}": of for words, of in every.items()}
+            some |= {f"the operands of {' and '.join(every)}": [*itertools.chain(*every.values())]}
+            single = ((words, x) for words, of in every.items() for x in of if r is not to_tf32)
+            some |= {f"{IN_WORDS.get(x, x)} of {words}": [x] for words, x in single}
+            for words, of in some.items():
+                steps = {step: with_values(step, **{x: partial(_narrow, r, x) for x in of})}
+                yield Bug("", f"{words}{ALONE} in {name}", (stage,), steps=steps)
+
+
+def _of_parts(
+    r: Rounded, question: Question, stage: str
+) -> Iterator[tuple[str, Mapping[str, Step]]]:
+    """What tiles of the softmax, or parts that are merged, keep for each other."""
+
+    def kept(parts: Parts, lse: Rounded, out: Rounded) -> Results:
+        row_sum = np.exp(lse(parts.lses) - np.maximum(parts.tops, LOWEST))[..., None]
+        return merged(Parts(parts.tops, {"row_sum": row_sum, "out": row_sum * out(parts.outs)}))
+
+    def way(factors: Floats, _: Floats) -> tuple[Floats, float]:
+        return r(factors), 1.0
+
+    if stage in ("backward", "second"):
+        return
+    for at, cut in tiles(question).items():
+        sums = ("out", "row_sum", "e", "tout")[: 2 if stage == "forward" else 4]
+        of = partial(rescaled, wrong=sums, way=way)
+        yield f"the factor of the rescale, {at},", steps_of(stage, cut, of)
+    for at, cut in splits(question).items() if stage == "forward" else ():
+        for words, lse, out in (("lse", r, exact), ("out", exact, r)):
+            of = partial(kept, lse=lse, out=out)
+            yield f"{words} of each of {at}", steps_of(stage, cut, of)
 
 
 def _narrow(r: Rounded, name: str, c: Context) -> Floats:
