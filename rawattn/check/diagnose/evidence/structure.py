@@ -46,7 +46,7 @@ def held(found: Floats, right: Floats, bad: Bools) -> Iterator[str]:
         zeros = "" if x[:, columns].any() else ", which hold 0"
         yield f"is wrong in {named('column', columns)} alone of {x.shape[1]}{zeros}"
     elif np.sqrt(np.mean((x - by[:, None] * y) ** 2)) < OFF * size:
-        yield f"is {by.min():.4g} to {by.max():.4g} times what it must be, in the rows that are wrong"
+        yield f"is {by.min():.4g} to {by.max():.4g} times what it must be, in rows that are wrong"
 
 
 def where(question: Question, tensor: str, bad: Bools, among: Bools | bool = True) -> Iterator[str]:

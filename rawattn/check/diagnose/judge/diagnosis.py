@@ -23,8 +23,8 @@ from rawattn.check.diagnose.evidence.sight import mask_rule, sight_of
 from rawattn.check.diagnose.findings import NAMELESS, Diagnosis, Finding
 from rawattn.check.diagnose.judge import proofs, rounding
 from rawattn.check.diagnose.judge.match import (
-    ELSEWHERE,
     GENERIC,
+    INEXACT,
     LOOSE,
     Explained,
     Stage,
@@ -244,7 +244,7 @@ def _found(
     evidence = [_said(name, parts, form, must), *[CUT] * cut]
     clear = not cut and not others and not any(part.verdict.unexplained for part in parts)
     summed = name == "rows-not-written" and {*wrong} <= {*OF_KEYS}  # over queries, maybe none
-    clear = clear and _in_numbers(wrong) and not summed and not form.endswith(ELSEWHERE)
+    clear = clear and _in_numbers(wrong) and not summed and not form.endswith(INEXACT)
     finding = proofs.finding(
         *(side, name, f"{where}: {', '.join(wrong or works)}", "high" if clear else "medium"),
         *(evidence, tuple(others)),

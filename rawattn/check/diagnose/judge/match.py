@@ -43,7 +43,7 @@ from rawattn.check.diagnose.evidence.precision import (
     sizes,
 )
 from rawattn.check.diagnose.evidence.structure import where
-from rawattn.check.diagnose.inferred import inputs, online, spoilt, terms, unwritten
+from rawattn.check.diagnose.inferred import inputs, online, terms, unwritten
 
 NEAREST = 12  # predictions whose noise is computed, for each tensor
 OF_A_DISTANCE, OF_A_FIT = 0.1, 0.6
@@ -52,6 +52,7 @@ OF_ZEROS = 2  # classes that may explain zeros, for one of them to be named
 SHARE = 2.0**-6  # of the size of a row: what another one is off by
 ROWS = 4  # wrong ones, at least, for a bug to be one of these alone
 ELSEWHERE = "; all others are right"
+INEXACT = (ELSEWHERE, "; all else is right", "and of no others")  # forms that tell no cause
 BETTER = 0.95  # of the residual, at most, that a bug leaves where it is the reason
 FAR = 0.3  # residual of what no rounding explains
 # Tensors of one loop, which a bug of that loop changes together.
@@ -62,7 +63,7 @@ KERNELS = (
 GENERIC = ("wrong-keys", "sparse-inverted-lists", "unknown")  # what others say more exactly
 LOOSE = (*GENERIC, "denominator", "pairs-dropped")  # of what is read, likewise
 BEYOND = ("second", "jvp")
-INFERRED = (online, inputs, unwritten, spoilt)
+INFERRED = (online, inputs, unwritten)
 BY_OUT = {"tO": second_order.by_given_out}  # a double backward may use the out that it was given
 RIGHT = (NO_BUG, replace(NO_BUG, steps=BY_OUT))
 
