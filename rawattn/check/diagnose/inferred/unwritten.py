@@ -17,6 +17,7 @@ from rawattn.check.diagnose.engine.question import (
     Question,
     by_rows,
 )
+from rawattn.check.diagnose.evidence.precision import finite
 from rawattn.check.diagnose.evidence.structure import where
 from rawattn.check.diagnose.inferred.sample import Sample
 
@@ -43,7 +44,12 @@ def bugs(question: Question, answers: Answers, stage: str) -> Iterator[Bug]:
     if found := {name: of for name, of in rows.items() if of.any()}:
         source, store = _of_no_keys(question, found), partial(_stored, found, answers)
         text = source or f"{_in_words(sample, found)}; all else is right"
-        yield Bug("dead-rows" if source else "unknown", text, (stage,), store=store)
+        due = (finite(by_rows(name, sample.truth[name]))[of] for name, of in found.items())
+        name = (
+            "rows-not-written" if {*found} <= {*OF_KEYS} else "dead-rows"
+        )  # all must be 0 or -inf
+        name = "dead-rows" if source else "unknown" if any(x.any() for x in due) else name
+        yield Bug(name, text, (stage,), store=store)
 
 
 def _no_numbers(sample: Sample, name: str) -> Rows:
@@ -53,15 +59,15 @@ def _no_numbers(sample: Sample, name: str) -> Rows:
 
 
 def _of_no_keys(question: Question, found: Found) -> str:
-    """How rows without keys make all of these: they themselves, and keys of sequences that have
-    some, where others have none; "" where they do not."""
+    """How rows without keys make all of these: some of them, and keys of sequences that have some,
+    where others have none; "" where they do not."""
     nothing, reach = dead(question), np.zeros(question.k.shape[:2], dtype=bool)
     for _, rows, keys in sequences(question):
         of_heads = nothing[rows].any(axis=0).reshape(question.num_heads_kv, -1).any(axis=1)
         reach[keys] = of_heads
     of_keys = [rows for name, rows in found.items() if name in OF_KEYS]
     others = [rows for name, rows in found.items() if name not in OF_KEYS]
-    alike = all(rows.shape == nothing.shape and (rows == nothing).all() for rows in others)
+    alike = all(rows.shape == nothing.shape and not rows[~nothing].any() for rows in others)
     if not of_keys or reach.all() or not alike or any((of & ~reach).any() for of in of_keys):
         return ""
     every = "all" if all((rows == reach).all() for rows in of_keys) else "some"

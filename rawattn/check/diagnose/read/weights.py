@@ -8,6 +8,7 @@ import numpy as np
 from rawattn.check.diagnose.evidence.places import Places, log_sum
 from rawattn.check.diagnose.evidence.rules import Rule, Shown, rule_of
 from rawattn.check.diagnose.evidence.sight import mask_rule
+from rawattn.check.diagnose.evidence.structure import where
 from rawattn.check.diagnose.evidence.support import OTHER, Support, support_of
 from rawattn.check.diagnose.read.classes import class_of
 from rawattn.check.diagnose.read.contexts import context_of
@@ -25,7 +26,8 @@ def said_of(read: Weights, again: Callable[[], Weights]) -> Said:
     places, second, (seen, alive) = read.places, cache(again), seen_of(read)
     said = Said(read, Support(places, places.right[None] & seen, ()))
     if not alive.all():
-        said.wrong.append(f"{np.count_nonzero(~alive)} of {alive.size} rows are NaN")
+        told = ", ".join([*where(places.question, "out", ~alive.T)][1:])
+        said.wrong.append(f"{np.count_nonzero(~alive)} of {alive.size} rows are NaN: {told}")
     alive = alive & _telling(read)
     due = seen & places.right & alive[..., None]
     x = Field(logs_of(read, seen) - read.right.S, due, True, noise_of(places))
