@@ -200,7 +200,7 @@ def _of_parts(
     def way(factors: Floats, _: Floats) -> tuple[Floats, float]:
         return r(factors), 1.0
 
-    if stage in ("backward", "second"):
+    if stage in ("backward", "second") or question.sinks is not None:
         return
     for at, cut in tiles(question).items():
         sums = ("out", "row_sum", "e", "tout")[: 2 if stage == "forward" else 4]
