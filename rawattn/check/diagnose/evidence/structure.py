@@ -12,12 +12,10 @@ from rawattn.check.diagnose.engine.question import OF_KEYS, OF_SLOTS, Question, 
 from rawattn.check.diagnose.evidence.places import TILES, of_tiles
 from rawattn.check.diagnose.evidence.rules import Shown, rule_of
 
-OFF = 0.02  # of the size of rows that are wrong: what a number may be off by
 SPANS = 3  # of a rule: from so many on chance makes some
 COVERED = 0.9  # share of rows that are nearly all
 ROWS = {"q": "row", "k": "key"}
 Bools = npt.NDArray[np.bool_]
-Floats = npt.NDArray[np.float64]
 Ints = npt.NDArray[np.int64]
 
 
@@ -31,22 +29,6 @@ def named(what: str, indices: Any) -> str:
         pieces = [*pieces[:6], f"... ({len(numbers)} of them)"]
     plural = "s" if what and len(numbers) > 1 else ""
     return f"{what}{plural} {', '.join(pieces)}".strip()
-
-
-def held(found: Floats, right: Floats, bad: Bools) -> Iterator[str]:
-    """What ``bad`` rows (tokens, heads) hold, (tokens, heads, columns), in place of what is right:
-    wrong numbers in some columns alone, or a number of times the right ones."""
-    x, y = found[bad], right[bad]
-    if x.shape[1] < 2 or not x.size or not (np.isfinite(x).all() and np.isfinite(y).all()):
-        return
-    size = np.sqrt(np.mean(y**2))
-    columns = np.flatnonzero((np.abs(x - y) > OFF * size).any(axis=0))
-    by = (x * y).sum(axis=1) / np.maximum((y * y).sum(axis=1), 1e-300)
-    if 0 < len(columns) < x.shape[1]:
-        zeros = "" if x[:, columns].any() else ", which hold 0"
-        yield f"is wrong in {named('column', columns)} alone of {x.shape[1]}{zeros}"
-    elif np.sqrt(np.mean((x - by[:, None] * y) ** 2)) < OFF * size:
-        yield f"is {by.min():.4g} to {by.max():.4g} times what it must be, in rows that are wrong"
 
 
 def where(question: Question, tensor: str, bad: Bools, among: Bools | bool = True) -> Iterator[str]:

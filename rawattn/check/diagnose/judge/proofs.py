@@ -190,17 +190,15 @@ def of_structure(verdict: StageVerdict, side: str) -> Finding:
         bug, confidence, evidence, form = named
         title = f"{CLASSES[bug].title}: {form}" if form else ""
         return finding(side, bug, where, confidence, evidence, title=title)
-    said, titles = ["no known bug gives these numbers"], list[str]()
+    said = ["no known bug gives these numbers"]
     for name in names:
         nan = int(np.isnan(by_rows(name, work.found[name])).any(axis=2).sum())
         told = [f"{nan} rows have NaN"] if nan else []
         told += structure.where(question, name, work.bad(name))
         said.append(f"{name}: {'; '.join(told)}")
-        titles += [f"{name} {text}" for text in structure.held(*work.pair(name), work.bad(name))]
     judged = {*names, *verdict.right} == {*verdict.tensors} >= {*NEEDED.get(verdict.stage, names)}
     look_at = CONCLUSIONS.get(names, "") if judged else ""
-    title = "; ".join(titles)
-    return finding(side, "unknown", where, "low", said, look_at=look_at, title=title)
+    return finding(side, "unknown", where, "low", said, look_at=look_at)
 
 
 NEEDED = {"forward": ("out", "lse"), "backward": ("dq", "dk", "dv")}
