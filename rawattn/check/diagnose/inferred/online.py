@@ -104,7 +104,7 @@ def _merges(question: Question, c: Context, found: dict[str, Floats]) -> list[Bu
 
 def _same(found: Floats, right: Floats) -> Floats:
     """Which numbers of an answer (n, heads, columns) are right."""
-    return np.isclose(found.swapaxes(0, 1).reshape(right.shape), right, 1e-3, 1e-4)
+    return np.asarray(np.isclose(found.swapaxes(0, 1).reshape(right.shape), right, 1e-3, 1e-4))
 
 
 def _left(found: Floats, wanted: Floats, but: Floats | bool = False) -> float:

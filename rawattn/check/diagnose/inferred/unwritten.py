@@ -1,7 +1,7 @@
 """Rows that nobody writes: one and the same number stands in all of them; and rows of NaN, or inf,
 where all else is right: whose they are, or that rows without keys make them."""
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from functools import partial
 
 import numpy as np
@@ -25,7 +25,11 @@ OFF = 1e-3  # of the size: what a row must be off by
 SHARE = 0.9  # of all rows, at most
 Rows = np.ndarray  # (tokens, heads)
 Found = dict[str, Rows]  # of tensors
-KINDS = {"NaN": np.isnan, "inf": np.isposinf, "-inf": np.isneginf}
+KINDS: dict[str, Callable[[np.ndarray], np.ndarray]] = {
+    "NaN": np.isnan,
+    "inf": np.isposinf,
+    "-inf": np.isneginf,
+}
 
 
 def bugs(question: Question, answers: Answers, stage: str) -> Iterator[Bug]:
