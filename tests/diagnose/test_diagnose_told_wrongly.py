@@ -27,7 +27,7 @@ from rawattn.check.diagnose.logs.explain import explain_log
 from tests.diagnose import plain
 from tests.diagnose.called import candidate, wrong
 from tests.diagnose.called import told as read_off
-from tests.diagnose.hooks import by, of_each, seen
+from tests.diagnose.hooks import by, of_each, seen, window
 from tests.diagnose.plain import BFLOAT16, FLOAT32, FLOAT64, ZEROS, Array, Head
 from tests.diagnose.problems import packed
 from tests.diagnose.table import Hooks
@@ -307,7 +307,7 @@ def test_nan_all_over_is_no_bug_that_has_a_name() -> None:
     assert (found.bug, found.title) == ("unknown", "out: every element is NaN")
     out[40:] = np.nan
     said = told(diagnose(question, {"out": out}))
-    assert "224 rows have NaN" in said and "only sequences 1, 2 of 3" in said
+    assert "out is NaN in some rows, of sequences 1, 2 of 3" in said
 
 
 def test_a_copy_of_an_input_is_a_copy() -> None:
@@ -555,3 +555,30 @@ def test_what_cancels_in_second_order_is_no_bug() -> None:
     found = plain.answers(wrong({}, *STAGES), question)
     found["gv"][20] += 1e-17
     assert not diagnose(question, found).findings
+
+
+def test_a_nan_of_rows_without_keys_is_followed_to_the_keys_that_it_reaches() -> None:
+    """A mask that multiplies: 0 times exp(-inf + inf) is in dv of keys that other rows see."""
+    question = packed((40, 30), lengths_k=(16, 30), heads=(2, 1), causal=True)
+    answers = computed(question)
+    answers["dv"][3:16] = np.nan
+    found = first(diagnose(question, answers))
+    assert found.bug == "dead-rows" and "gets into dv" in found.title
+    answers["dv"][20] = np.nan  # of a sequence that has none of them
+    assert first(diagnose(question, answers)).bug != "dead-rows"
+
+
+def test_a_bug_of_some_rows_is_told_with_the_rows() -> None:
+    question = packed((40, 30), heads=(2, 1), causal=True)
+    lanes = np.arange(70) % 40 % 4 == 3
+    answers, wrongly = computed(question), computed(question, window(right=1))
+    answers["out"] = np.where(lanes[:, None, None], wrongly["out"], answers["out"])
+    found = first(diagnose(question, answers))
+    assert found.confidence == "medium" and "the rows with i % 4 = 3" in found.title
+
+
+def test_an_operand_of_one_product_and_parts_in_fewer_bits_are_named() -> None:
+    question = packed((50, 30), FLOAT32, heads=(2, 1))
+    answers = computed(question)
+    answers["dk"] = computed(question, rounded(BFLOAT16, "dS"))["dk"]
+    assert "dS of dS^T q, there alone, in bfloat16" in told(diagnose(question, answers))

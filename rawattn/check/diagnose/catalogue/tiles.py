@@ -64,7 +64,7 @@ def _often(part: Part, tile: int, factor: float) -> See:
 # ---- rows without keys ------------------------------------------------------------------------
 
 
-def _dead(question: Question) -> np.ndarray:
+def dead(question: Question) -> np.ndarray:
     """(total_q, num_heads_q): rows of sequences that see no key."""
     alive = _row_mask(lambda seen: np.asarray(seen.any(axis=2)), question)
     return ~alive & (question.sequence_of("q") >= 0)[:, None]
@@ -110,9 +110,9 @@ def _spoilt(of: Callable[[Question], np.ndarray], question: Question, answers: A
 
 
 def dead_rows(question: Question) -> Iterator[Bug]:
-    if not _dead(question).any():
+    if not dead(question).any():
         return
-    yield Bug("dead-rows", "NaN", FIRST, store=partial(_spoilt, _dead))
+    yield Bug("dead-rows", "NaN", FIRST, store=partial(_spoilt, dead))
     yield Bug("dead-rows", "mean of v", FIRST, steps={"S": _zero_dead, "bP": _uniform_dead})
     yield Bug("dead-rows", "mean of v, dv alone", BACKWARD, steps={"dV": _dv_of_dead})
 

@@ -31,9 +31,9 @@ def named(what: str, indices: Any) -> str:
     return f"{what}{plural} {', '.join(pieces)}".strip()
 
 
-def where(question: Question, tensor: str, bad: Bools, tells: Bools | bool = True) -> Iterator[str]:
-    """Where the ``bad`` rows (tokens, heads) lie: heads, sequences, rows, in sentences; ``tells``:
-    of which rows it is known."""
+def where(question: Question, tensor: str, bad: Bools, among: Bools | bool = True) -> Iterator[str]:
+    """Where the ``bad`` rows (tokens, heads) lie: heads, sequences, rows, in sentences; ``among``:
+    rows that others are told from."""
     within = question.sequence_of(tensor)
     there, row = within >= 0, ROWS[side_of(tensor)]
     head = "kv head" if tensor in OF_KEYS else "selection head" if tensor in OF_SLOTS else "head"
@@ -51,7 +51,7 @@ def where(question: Question, tensor: str, bad: Bools, tells: Bools | bool = Tru
     if len(of_sequences) < sequences:
         yield f"only {named('sequence', of_sequences)} of {sequences}"
     places = _Rows(question, tensor, heads)
-    whole = np.broadcast_to(there[:, None] & tells, bad.shape)
+    whole = np.broadcast_to(there[:, None] & among, bad.shape)
     touched = np.isin(within, of_sequences)[:, None] & np.isin(np.arange(heads), of_heads)[None]
     for domain, words in ((whole, ""), (touched & whole, "of these, ")):
         rule = next(rules_of(Shown(places, domain.T, bad.T)), None)

@@ -8,6 +8,7 @@ import numpy as np
 
 from rawattn.check.diagnose.engine.attention import See, View, views_of
 from rawattn.check.diagnose.engine.question import Question
+from rawattn.check.diagnose.evidence import structure
 from rawattn.check.diagnose.evidence.places import Places, places_of
 from rawattn.check.diagnose.evidence.rules import Rule, Shown, rules_of
 
@@ -124,7 +125,7 @@ class Support:
                 told += [f"{run[0]} to {run[-1]} of {m}" for run in runs if run.size]
             if (found == inside).all() and len(told) <= LISTED:
                 return f": {name} {', '.join(told)}"
-        return ""
+        return f", {listing(x, inside)}"
 
     def others(self, places: Places) -> Iterator["Support"]:
         """The same by other rules, which are not alike at these ``places``."""
@@ -184,6 +185,28 @@ def support_of(*read: tuple[Places, Array, Array]) -> Support:
 
 def _part(kind: str, heads: Iterable[int], rules: Iterator[Rule]) -> Part:
     return Part(kind, tuple(heads), next(rules, None), rules)
+
+
+def listing(places: Places, inside: Array) -> str:
+    """Pairs (total_q, total_k) of the longest sequence that has some, by ranges: queries in a row
+    that have the same keys, or keys at the same distances."""
+    of_rows = np.where(inside.any(axis=1), places.b[:, 0], -1)
+    b = int(np.bincount(of_rows + 1)[1:].argmax()) if (of_rows >= 0).any() else -1
+    told: list[tuple[int, int, str]] = []  # of queries the first and the last, and their keys
+    for row in np.flatnonzero((of_rows == b) & (b >= 0)):
+        j, i = places.j[row][inside[row]], int(places.question.place_of("q")[row])
+        forms = structure.named("", j), "i + " + structure.named("", j - i)
+        same = told and told[-1][1] == i - 1 and {*told[-1][2].split("|")} & {*forms}
+        if same:
+            kept = "|".join(form for form in told[-1][2].split("|") if form in forms)
+            told[-1] = (told[-1][0], i, kept)
+        else:
+            told.append((i, i, "|".join(forms)))
+    words = [f"{a} to {z}" if z > a else str(a) for a, z, _ in told]
+    keys = [form.partition("|")[0] for *_, form in told]
+    pieces = [f"i = {rows}: j = {of}" for rows, of in zip(words, keys, strict=True)]
+    more = f"; ... ({inside.sum()} pairs in all)" * (len(pieces) > LISTED)
+    return f"in sequence {b}: {'; '.join(pieces[:LISTED])}{more}"
 
 
 def _rules(

@@ -48,6 +48,8 @@ def bugs(question: Question, answers: Answers, stage: str) -> list[Bug]:
 
 def _rescaled(stage: str, c: Context, found: dict[str, Floats]) -> Iterator[Bug]:
     right = Results(c.O, c.L, *((c.tL, c.tO) if stage == "jvp" else (c.L, c.O)))
+    # rows that are right may have another loop
+    same = {of: _same(x, getattr(right, of)) for of, x in found.items()}
     wrong = sum(_left(x, getattr(right, of)) for of, x in found.items())
     for at, cut in partial_sums.tiles(c.question).items():
         parts = partial_sums.parts_of(c, cut)
@@ -55,7 +57,7 @@ def _rescaled(stage: str, c: Context, found: dict[str, Floats]) -> Iterator[Bug]
         ways = ((x, way, partial_sums.totals(parts, way)) for x, way in partial_sums.WAYS.items())
         for (words, way, others), moved in product(ways, SUMS[stage]):
             of = partial_sums.divided(parts, sums | {name: others[name] for name in moved})
-            if sum(_left(x, getattr(of, name)) for name, x in found.items()) < FITS * wrong:
+            if sum(_left(x, getattr(of, n), same[n]) for n, x in found.items()) < FITS * wrong:
                 said = " and ".join(WORDS.get(name, name) for name in moved)
                 of_parts = partial(partial_sums.rescaled, wrong=moved, way=way)
                 planted = partial_sums.steps(stage, cut, of_parts)
@@ -84,9 +86,15 @@ def _merges(c: Context, found: dict[str, Floats]) -> list[Bug]:
     return [bug for _, bug in sorted(near, key=lambda one: one[0])[:MOST]]
 
 
-def _left(found: Floats, wanted: Floats) -> float:
-    """The square of what an answer (n, heads, columns) is off by, in units of its size."""
-    found = found.swapaxes(0, 1).reshape(wanted.shape)
+def _same(found: Floats, right: Floats) -> Floats:
+    """Which numbers of an answer (n, heads, columns) are right."""
+    return np.asarray(np.isclose(found.swapaxes(0, 1).reshape(right.shape), right, 1e-3, 1e-4))
+
+
+def _left(found: Floats, wanted: Floats, but: Floats | bool = False) -> float:
+    """The square of what an answer (n, heads, columns) is off by, in units of its size; ``but`` for
+    some of it."""
+    found = np.where(but, wanted, found.swapaxes(0, 1).reshape(wanted.shape))
     both = np.isfinite(found) & np.isfinite(wanted)
     size = float((found[both] ** 2).sum())
     left = float(((found[both] - wanted[both]) ** 2).sum()) / size if size else 0.0

@@ -1,12 +1,22 @@
-"""Rows that nobody writes: one and the same number stands in all of them."""
+"""Rows that nobody writes: one and the same number stands in all of them; and rows of NaN, or inf,
+where all else is right: whose they are, or that rows without keys make them."""
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from functools import partial
 
 import numpy as np
 
-from rawattn.check.diagnose.engine.attention import Bug, solve
-from rawattn.check.diagnose.engine.question import BY_ROW, STAGES, Answers, Question, by_rows
+from rawattn.check.diagnose.catalogue.tiles import dead
+from rawattn.check.diagnose.engine.attention import Bug, sequences, solve
+from rawattn.check.diagnose.engine.question import (
+    BY_ROW,
+    OF_KEYS,
+    STAGES,
+    Answers,
+    Question,
+    by_rows,
+)
+from rawattn.check.diagnose.evidence.precision import finite
 from rawattn.check.diagnose.evidence.structure import where
 from rawattn.check.diagnose.inferred.sample import Sample
 
@@ -14,25 +24,62 @@ OFF = 1e-3  # of the size: what a row must be off by
 SHARE = 0.9  # of all rows, at most
 UNTOLD = ("delta", "dblock_scale", "gblock_scale")  # may be constant
 Rows = np.ndarray  # (tokens, heads)
-Found = dict[str, tuple[Rows, float]]  # of tensors the rows, and what they hold
+Found = dict[str, Rows]  # of tensors
+KINDS: dict[str, Callable[[np.ndarray], np.ndarray]] = {
+    "NaN": np.isnan,
+    "inf": np.isposinf,
+    "-inf": np.isneginf,
+}
 
 
 def bugs(question: Question, answers: Answers, stage: str) -> Iterator[Bug]:
-    """One with all rows of the tensors of ``stage`` that hold a constant and should not."""
+    """One with all rows of the tensors of ``stage`` that hold a constant and should not, and one of
+    those that hold no numbers."""
     sample, found = Sample(question, answers, stage), Found()
     for name in (n for n in STAGES[stage] if n in sample.wrong and n not in UNTOLD):
         of_out = found.get(name.replace("lse", "out"))
-        constant = _constant(sample, name, False if of_out is None else of_out[0])
+        constant = _constant(sample, name, False if of_out is None else of_out)
         if constant is not None:
             found[name] = constant
     if found and (_whole_sequences(question, found) or not _see_nothing(answers, found)):
-        text, store = _in_words(question, found), partial(_stored, found)
+        text, store = _in_words(sample, found), partial(_stored, found, answers)
         yield Bug("rows-not-written", text, (stage,), store=store)
+    rows = {name: _no_numbers(sample, name) for name in sample.wrong}
+    if found := {name: of for name, of in rows.items() if of.any()}:
+        source, store = _of_no_keys(question, found), partial(_stored, found, answers)
+        text = source or f"{_in_words(sample, found)}; all else is right"
+        due = (finite(by_rows(name, sample.truth[name]))[of] for name, of in found.items())
+        of_zeros = "rows-not-written" if {*found} <= {*OF_KEYS} else "dead-rows"  # 0, or -inf
+        name = "dead-rows" if source else "unknown" if any(x.any() for x in due) else of_zeros
+        yield Bug(name, text, (stage,), store=store)
 
 
-def _constant(sample: Sample, name: str, of_out: Rows | bool) -> tuple[Rows, float] | None:
-    """Which rows (tokens, heads) are constant, and what they hold; a single number is no row, so
-    that it must be 0, or in the rows ``of_out``."""
+def _no_numbers(sample: Sample, name: str) -> Rows:
+    x, due = sample.found[name], by_rows(name, sample.truth[name])
+    rows = (~np.isfinite(x) & (x != due)).any(axis=2) & ~np.isnan(due).any(axis=2)
+    return np.asarray(rows & (sample.question.sequence_of(name) >= 0)[:, None])
+
+
+def _of_no_keys(question: Question, found: Found) -> str:
+    """How rows without keys make all of these: some of them, and keys of sequences that have some,
+    where others have none; "" where they do not."""
+    nothing, reach = dead(question), np.zeros(question.k.shape[:2], dtype=bool)
+    for _, rows, keys in sequences(question):
+        of_heads = nothing[rows].any(axis=0).reshape(question.num_heads_kv, -1).any(axis=1)
+        reach[keys] = of_heads
+    of_keys = [rows for name, rows in found.items() if name in OF_KEYS]
+    others = [rows for name, rows in found.items() if name not in OF_KEYS]
+    alike = all(rows.shape == nothing.shape and not rows[~nothing].any() for rows in others)
+    if not of_keys or reach.all() or not alike or any((of & ~reach).any() for of in of_keys):
+        return ""
+    every = "all" if all((rows == reach).all() for rows in of_keys) else "some"
+    text = "NaN or inf of their P (exp of -inf + inf, or 0 times inf) gets into"
+    return f"{text} {' and '.join(found)}, of {every} keys of their sequences and of no others"
+
+
+def _constant(sample: Sample, name: str, of_out: Rows | bool) -> Rows | None:
+    """Which rows (tokens, heads) hold one number; a single one is no row, so that it must be 0, or
+    in the rows ``of_out``."""
     x, wanted = sample.found[name], by_rows(name, sample.truth[name])
     finite = np.isfinite(wanted).all(axis=2) & (sample.question.sequence_of(name) >= 0)[:, None]
     if not finite.any() or not x.shape[2]:
@@ -45,18 +92,17 @@ def _constant(sample: Sample, name: str, of_out: Rows | bool) -> tuple[Rows, flo
     if not flat.any():
         return None
     numbers, counts = np.unique(x[flat, 0], return_counts=True)
-    number = float(numbers[counts.argmax()])
-    rows = flat & (x[..., 0] == number)
-    return (rows, number) if rows.sum() < SHARE * finite.sum() else None
+    rows = flat & (x[..., 0] == numbers[counts.argmax()])
+    return rows if rows.sum() < SHARE * finite.sum() else None
 
 
 def _see_nothing(answers: Answers, found: Found) -> bool:
     """Whether the rows of out are those of queries that see no key, as their lse says."""
     for prefix in ("", "sliding ", "jvp "):
         out, lse = found.get(f"{prefix}out"), f"{prefix}lse"
-        if out is not None and lse in answers and np.isneginf(answers[lse].T[out[0]]).all():
+        if out is not None and lse in answers and np.isneginf(answers[lse].T[out]).all():
             return True
-        if lse in found and np.isneginf(found[lse][1]):
+        if lse in found and np.isneginf(answers[lse].T[found[lse]]).all():
             return True
     return False
 
@@ -65,23 +111,28 @@ def _whole_sequences(question: Question, found: Found) -> bool:
     """Whether the rows of out are all those of some sequences that see a key."""
     if "out" not in found:
         return False
-    sequence, rows = question.sequence_of("q"), found["out"][0]
+    sequence, rows = question.sequence_of("q"), found["out"]
     alive = np.isfinite(solve(question, "forward")["lse"]).T
     of = np.isin(sequence, sequence[rows.any(axis=1)])[:, None]
     return bool((rows == (of & alive & rows.any(axis=0))).all())
 
 
-def _stored(found: Found, question: Question, answers: Answers) -> Answers:
+def _stored(found: Found, held: Answers, question: Question, answers: Answers) -> Answers:
+    """What was ``held`` in these rows, in place of the answers."""
     stored = {name: x.copy() for name, x in answers.items()}
-    for name, (rows, number) in found.items():
+    for name, rows in found.items():
         if name in stored:
-            stored[name][rows.T if name in BY_ROW else rows] = number
+            at = rows.T if name in BY_ROW else rows
+            stored[name][at] = held[name][at]
     return stored
 
 
-def _in_words(question: Question, found: Found) -> str:
+def _in_words(sample: Sample, found: Found) -> str:
     texts: dict[str, list[str]] = {}
-    for name, (rows, number) in found.items():
-        places = ", ".join([*where(question, name, rows)][1:]).replace("only ", "of ")
-        texts.setdefault(f"is {number:g} in some rows, {places}", []).append(name)
+    for name, rows in found.items():
+        x = sample.found[name][rows]
+        kinds = [words for words, of in KINDS.items() if of(x).any()] or [f"{x.flat[0]:g}"]
+        places = [*where(sample.question, name, rows)][1:] or ["every one"]
+        text = f"is {' or '.join(kinds)} in some rows, {', '.join(places).replace('only ', 'of ')}"
+        texts.setdefault(text, []).append(name)
     return "; ".join(f"{' and '.join(names)} {text}" for text, names in texts.items())

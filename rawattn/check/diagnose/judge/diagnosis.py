@@ -22,7 +22,14 @@ from rawattn.check.diagnose.evidence.runs import Runs
 from rawattn.check.diagnose.evidence.sight import mask_rule, sight_of
 from rawattn.check.diagnose.findings import NAMELESS, Diagnosis, Finding
 from rawattn.check.diagnose.judge import proofs, rounding
-from rawattn.check.diagnose.judge.match import GENERIC, LOOSE, Explained, Stage, StageVerdict
+from rawattn.check.diagnose.judge.match import (
+    GENERIC,
+    INEXACT,
+    LOOSE,
+    Explained,
+    Stage,
+    StageVerdict,
+)
 from rawattn.check.diagnose.judge.whole import SCORES, cut, of_all, run
 from rawattn.check.diagnose.read.name import PASSES, UNREAD, Readings
 from rawattn.check.diff import FLOATING
@@ -219,7 +226,7 @@ def _found(
     evidence = [_said(name, parts, form, must), *[CUT] * cut]
     clear = not cut and not others and not any(part.verdict.unexplained for part in parts)
     summed = name == "rows-not-written" and {*wrong} <= {*OF_KEYS}  # over queries, maybe none
-    clear = clear and _in_numbers(wrong) and not summed
+    clear = clear and _in_numbers(wrong) and not summed and not form.endswith(INEXACT)
     clear = clear and not (name in OF_LENGTHS and _sequences(question, wrong) <= 2)
     finding = proofs.finding(
         *(side, name, f"{where}: {', '.join(wrong or works)}", "high" if clear else "medium"),

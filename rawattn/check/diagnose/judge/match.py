@@ -13,7 +13,7 @@ import warnings
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import ml_dtypes
 import numpy as np
@@ -22,7 +22,7 @@ from rawattn.check.diagnose.catalogue import first_order, second_order
 from rawattn.check.diagnose.catalogue.sparse import selection
 from rawattn.check.diagnose.engine.attention import NO_BUG, Bug, Floats, Given, Passed, solve
 from rawattn.check.diagnose.engine.effort import cuts, over, spend
-from rawattn.check.diagnose.engine.question import STAGES, Answers, Question, by_rows
+from rawattn.check.diagnose.engine.question import BY_ROW, STAGES, Answers, Question, by_rows
 from rawattn.check.diagnose.evidence.precision import (
     Fit,
     Precision,
@@ -33,6 +33,7 @@ from rawattn.check.diagnose.evidence.precision import (
     relative_residual,
     sizes,
 )
+from rawattn.check.diagnose.evidence.structure import where
 from rawattn.check.diagnose.inferred import inputs, online, terms, unwritten
 from rawattn.check.diagnose.read.forms import sum_of_own
 
@@ -40,6 +41,10 @@ NEAREST = 12  # predictions whose noise is computed, for each tensor
 OF_A_DISTANCE, OF_A_FIT = 0.1, 0.6
 TELLING = 0.01  # share of rows with numbers in them, of a tensor that a bug can be known by
 OF_ZEROS = 2  # classes that may explain zeros, for one of them to be named
+SHARE = 2.0**-6  # of the size of a row: what another one is off by
+ROWS = 4  # wrong ones, at least, for a bug to be one of these alone
+ELSEWHERE = "; all others are right"
+INEXACT = (ELSEWHERE, "; all else is right", "and of no others")  # forms that tell no cause
 BETTER = 0.95  # of the residual, at most, that a bug leaves where it is the reason
 FAR = 0.3  # residual of what no rounding explains
 # Tensors of one loop, which a bug of that loop changes together.
@@ -110,6 +115,25 @@ def _is_wrong(question: Question, given: Passed) -> bool:
         pair = by_rows(name, x), by_rows(name, right[name])
         off.append(relative_residual(*pair, defined(question, name, right[name])))
     return max(off) > 16 * eps_of(question.q)
+
+
+def _in_rows(rows: dict[str, Floats], right: Answers, _: Question, answers: Answers) -> Answers:
+    """``answers`` in these rows (tokens, heads), ``right`` ones in others."""
+    at = {name: (of.T if name in BY_ROW else of[..., None]) for name, of in rows.items()}
+    return {n: np.where(at[n], x, right[n]) if n in at else right[n] for n, x in answers.items()}
+
+
+def rows_off(
+    found: Floats, right: Floats, rows: np.ndarray, share: float, least: Floats | float = 0.0
+) -> np.ndarray:
+    """Which of some rows are off by more than a share of their size, of that of all, and of
+    ``least``."""
+    size = np.abs(np.where(np.isfinite(right), right, 0.0)).max(axis=2)
+    typical = size[rows].mean() if rows.any() else 0.0
+    with np.errstate(invalid="ignore"):
+        off = np.where(found == right, 0.0, np.abs(found - right)).max(axis=2)
+    allowed = share * np.maximum(np.maximum(size, typical), least)
+    return np.asarray(rows & (np.nan_to_num(off, nan=np.inf) > allowed))
 
 
 class Explained(NamedTuple):
@@ -208,6 +232,8 @@ class Stage:
         if self.of_terms:
             yield [*self.usual, *self.of_terms]
         yield self.every
+        if not over(self.until):
+            yield self.of_some_rows
 
     @cached_property
     def sizes(self) -> Answers:
@@ -256,6 +282,23 @@ class Stage:
                 own = replace(bug, steps={**bug.steps, "D": sum_of_own})
                 yield from self._planted(own, one.given)
 
+    @property
+    def of_some_rows(self) -> list[Prediction]:
+        """What a bug gives in the wrong rows, and right ones elsewhere: it is in one head, sequence
+        or tile alone, or in some lanes."""
+        bad = {name: rows for name in self.tensors if (rows := self.bad(name)).sum() >= ROWS}
+        found = []
+        for guess in self.every if bad else ():
+            by = {n: self.pair(n, guess) for n in bad if guess.bug.store is None}
+            told = {n: bad[n] for n, x in by.items() if not rows_off(*x, bad[n], SHARE).any()}
+            for name, rows in [*told.items()][:1]:
+                other = rows_off(by[name][1], self.pair(name)[1], self.rows[name], SHARE)
+                places = ", ".join([*where(self.question, name, rows, other)][1:])
+                text = f"{guess.bug.variant or 'so'} in some rows, {places}{ELSEWHERE}"
+                store = partial(_in_rows, told, self.rights[0].answers)
+                found.append(replace(guess.bug, variant=text, store=store))
+        return self.planted(found)
+
     def _held(self, name: str) -> np.ndarray:
         """All rows but those that are inf since the right values are more than their dtype holds,
         as the lse that a backward pass had is far below the right one."""
@@ -274,20 +317,11 @@ class Stage:
         share = share or (2.0**-6 if self.found[name].dtype.itemsize == 2 else 1e-3)
         bad: np.ndarray = self.rows[name]
         for one in self.rights:
-            bad = bad & self._off(name, one, share)
+            bad = bad & rows_off(*self.pair(name, one), self.rows[name], share)
         if bad.any():  # those that cancel are judged by what went in
-            bad = bad & self._off(name, self.rights[0], share, self.sizes.get(name, 0.0))
+            least = self.sizes.get(name, 0.0)
+            bad = bad & rows_off(*self.pair(name), self.rows[name], share, least)
         return bad
-
-    def _off(self, name: str, guess: Prediction, share: float, least: Any = 0.0) -> np.ndarray:
-        """Rows off by more than a share of their size, that of all, and ``least``."""
-        (found, right), rows = self.pair(name, guess), self.rows[name]
-        size = np.abs(np.where(np.isfinite(right), right, 0.0)).max(axis=2)
-        typical = size[rows].mean() if rows.any() else 0.0
-        with np.errstate(invalid="ignore"):
-            off = np.where(found == right, 0.0, np.abs(found - right)).max(axis=2)
-        allowed = share * np.maximum(np.maximum(size, typical), least)
-        return np.asarray(rows & (np.nan_to_num(off, nan=np.inf) > allowed))
 
     def _tells(self, name: str) -> bool:
         """Whether there are numbers in a tensor: zeros and NaN fit whatever makes zeros and NaN."""

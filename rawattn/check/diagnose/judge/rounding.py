@@ -3,19 +3,30 @@ slope to the right values is 1: such a computation is right, but coarser than it
 
 import itertools
 import math
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import partial, reduce
 
 import ml_dtypes
 import numpy as np
 
-from rawattn.check.diagnose.engine.attention import NO_BUG, NONE, Bug, Rounding, solve
-from rawattn.check.diagnose.engine.question import Answers, by_rows
+from rawattn.check.diagnose.catalogue import partial_sums
+from rawattn.check.diagnose.catalogue.partial_sums import Parts, Results
+from rawattn.check.diagnose.catalogue.second_order import with_values
+from rawattn.check.diagnose.engine.attention import (
+    NO_BUG,
+    NONE,
+    PROGRAMS,
+    Bug,
+    Rounding,
+    exact,
+    solve,
+)
+from rawattn.check.diagnose.engine.question import Answers, Question, by_rows
 from rawattn.check.diagnose.engine.steps import STEPS, Context, Floats, Step, changed, times
-from rawattn.check.diagnose.evidence.precision import to_dtype
+from rawattn.check.diagnose.evidence.precision import to_dtype, to_tf32
 from rawattn.check.diagnose.findings import Finding
-from rawattn.check.diagnose.judge.match import StageVerdict
+from rawattn.check.diagnose.judge.match import StageVerdict, good
 from rawattn.check.diagnose.judge.proofs import finding
 
 CHUNKS = (1, 4, 8, 16, 32, 64, 128)  # keys that are added up at once
@@ -25,6 +36,7 @@ FOLLOWS = 0.5  # correlation of an error with a predicted one that names its cau
 FEW = 16  # numbers that an error must change, for it to follow anything
 NARROWS = 0.4  # of an error: what an intermediate that is rounded may leave of it
 EXACT = 0.01  # the same, beyond doubt
+ALONE, ALL_BUT = ", there alone,", 0.1  # of one product; what its operands may leave
 NARROW = (ml_dtypes.bfloat16, np.float16, ml_dtypes.float8_e4m3fn, ml_dtypes.float8_e5m2)
 OF_DERIVATIVES = {"P": "bP", "D": "D", "dP": "dP"}
 OF_TANGENTS = {"E": "E", "e": "e", "P'": "tP", "the sum behind ddout": "tO"}
@@ -33,6 +45,14 @@ KEPT = {  # what else may be kept in fewer bits, and the step that makes it
     "jvp": {"P": "P", **OF_TANGENTS},
     "second": OF_DERIVATIVES | OF_TANGENTS | {"W": "w", "dS": "dS", "dS'": "tdS", "dP'": "tdP"},
 }
+PRODUCTS = {  # by their steps, in words, and their operands
+    **{"Y": {"q k^T": "Q K"}, "O": {"P v": "P V"}, "dP": {"dout v^T": "dO V"}},
+    **{"dQ": {"dS k": "dY K"}, "dK": {"dS^T q": "dY Q"}, "dV": {"P^T dout": "P dO"}},
+    **{"tY": {"tq k^T": "tQ K", "q tk^T": "Q tK"}, "tO": {"tP v": "tP V", "P tv": "P tV"}},
+    **{"gQ": {"dS' k": "tdY K", "dS tk": "dY tK"}, "gK": {"dS'^T q": "tdY Q", "dS^T tq": "dY tQ"}},
+    **{"gV": {"tP^T dout": "tP dO"}, "tdP": {"dout tv^T": "dO tV"}},
+}
+IN_WORDS = {"dY": "dS", "tdY": "dS'", "dO": "dout", "tP": "the tangent of P"}
 Rounded = Callable[[Floats], Floats]
 
 
@@ -53,13 +73,15 @@ def of_right(verdict: StageVerdict, side: str, *, zeros: bool) -> list[Finding]:
     )
     where = f"{verdict.stage}: {', '.join(name for name in off if off[name] > off[most] / 8)}"
     # float16 may be TF32, which is allowed of float32 operands and has as many bits: of all of them
-    exact = verdict.work.question.dtype == np.float64
-    operand = " in float16" in form and form.startswith(("P ", "exp", "dS ")) and not exact
+    of_64 = verdict.work.question.dtype == np.float64
+    operand = " in float16" in form and form.startswith(("P ", "exp", "dS ")) and not of_64
     if form and not narrow and (left < EXACT or not operand):
-        sure = "medium" if operand else "high"
+        sure = "medium" if operand or "TF32" in form else "high"
         return [finding(side, "narrow-intermediate", where, sure, (told, said), form=form)]
     like = f"as if computed in {verdict.precision}"
-    if exact:
+    fine = [name for name in good(verdict.work.right_at(verdict.work.finest)) if not narrow]
+    if of_64 or fine:  # what is coarse in some products alone, nobody has asked for
+        like += f", but {', '.join(fine)} as in {finest}" * bool(fine)
         return [finding(side, "narrow-intermediate", where, "medium", (said,), form=like)]
     evidence = (said, told) if told else (said,)
     told_so = finding(side, "rounding", where, "high", evidence, form=like)
@@ -109,27 +131,75 @@ def narrowed(verdict: StageVerdict, tensors: Sequence[str]) -> tuple[str, str, f
     """Which intermediate in which narrow dtype leaves hardly an error of those that it changes, a
     sentence of that, and which share it leaves; nothing where there is none."""
     question, stage = verdict.work.question, verdict.stage
-    best = (0, NARROWS, "", "")  # how many tensors, what is left of their errors
+    best = (0, 0, NARROWS, "", "")  # how many tensors, how many not, what is left of their errors
     ways = [verdict.work.finest.rounding] * (question.dtype.itemsize == 2) + [NONE]
     for how in ways:
-        for form, of in _followed(verdict, tensors, how, _roundings(stage)):
+        for form, of in _followed(verdict, tensors, how, _roundings(question, stage)):
             left = {n: 1 + by**2 - 2 * like * by for n, (like, by) in of.items() if by > 1 / 4}
-            # what one tensor shows to the last digit, others need not
-            some = min if min(left.values(), default=1.0) < EXACT**2 else max
-            share = math.sqrt(max(0.0, some(left.values(), default=1.0)))
-            if share < NARROWS:
-                best = min(best, (-len(left), share, form, ", ".join(left)))
-    _, share, form, names = best
+            # what one tensor shows to the last digit, others need not, but of many alike
+            of_product = ALONE in form
+            some = min(left.values(), default=1.0) < EXACT**2 and not of_product
+            share = (min if some else max)(left.values(), default=1.0)
+            share = math.sqrt(max(0.0, share))
+            if share < (ALL_BUT if of_product else NARROWS):
+                named = [name for name, of_it in left.items() if of_it < NARROWS**2]
+                unlike = len(left) - len(named)
+                best = min(best, (-len(named), unlike, round(share, 4), form, ", ".join(named)))
+    *_, share, form, names = best
     text = f"{names}: the error is that of {form}, which leaves {share:.2g} of it; the slope is 1"
     return (form, text, share) if form else ("", "", 1.0)
 
 
-def _roundings(stage: str) -> Iterator[Bug]:
+def _roundings(question: Question, stage: str) -> Iterator[Bug]:
     """A stage with one intermediate in fewer bits: slope 1, and the same error on every run."""
     for dtype in NARROW:
-        for words, steps in _kept_in(to_dtype(dtype), stage):
+        of_parts = _of_parts(to_dtype(dtype), question, stage) if dtype in NARROW[:2] else ()
+        for words, steps in itertools.chain(_kept_in(to_dtype(dtype), stage), of_parts):
             form = f"{words} in {np.dtype(dtype).name}"
             yield Bug("narrow-intermediate", form, (stage,), steps=steps)
+    coarse = {np.dtype(dtype).name: to_dtype(dtype) for dtype in NARROW[:2]} | {
+        "TF32 (or float16)": to_tf32
+    }
+    for name, r in coarse.items():
+        for step in (step for step in PROGRAMS[stage] if step in PRODUCTS):
+            every = {words: operands.split() for words, operands in PRODUCTS[step].items()}
+            some = {f"the operands of {words}": of for words, of in every.items()}
+            some |= {f"the operands of {' and '.join(every)}": [*itertools.chain(*every.values())]}
+            single = ((words, x) for words, of in every.items() for x in of if r is not to_tf32)
+            some |= {f"{IN_WORDS.get(x, x)} of {words}": [x] for words, x in single}
+            for words, of in some.items():
+                steps = {step: with_values(step, **{x: partial(_narrow, r, x) for x in of})}
+                yield Bug("", f"{words}{ALONE} in {name}", (stage,), steps=steps)
+
+
+def _of_parts(
+    r: Rounded, question: Question, stage: str
+) -> Iterator[tuple[str, Mapping[str, Step]]]:
+    """What tiles of the softmax, or parts that are merged, keep for each other."""
+
+    def kept(parts: Parts, lse: Rounded, out: Rounded) -> Results:
+        row_sum = np.exp(lse(parts.lses) - np.maximum(parts.tops, LOWEST))[..., None]
+        return partial_sums.merged(
+            Parts(parts.tops, {"row_sum": row_sum, "out": row_sum * out(parts.outs)})
+        )
+
+    def way(factors: Floats, _: Floats) -> tuple[Floats, float]:
+        return r(factors), 1.0
+
+    if stage in ("backward", "second") or question.sinks is not None:
+        return
+    for at, cut in partial_sums.tiles(question).items():
+        sums = ("out", "row_sum", "e", "tout")[: 2 if stage == "forward" else 4]
+        of = partial(partial_sums.rescaled, wrong=sums, way=way)
+        yield f"the factor of the rescale, {at},", partial_sums.steps(stage, cut, of)
+    for at, cut in partial_sums.splits(question).items() if stage == "forward" else ():
+        for words, lse, out in (("lse", r, exact), ("out", exact, r)):
+            of = partial(kept, lse=lse, out=out)
+            yield f"{words} of each of {at}", partial_sums.steps(stage, cut, of)
+
+
+def _narrow(r: Rounded, name: str, c: Context) -> Floats:
+    return r(getattr(c, name))
 
 
 def _kept_in(r: Rounded, stage: str) -> Iterator[tuple[str, dict[str, Step]]]:

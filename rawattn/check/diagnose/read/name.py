@@ -8,6 +8,7 @@ from typing import Any
 
 import numpy as np
 
+from rawattn.check.diagnose.catalogue.classes import CLASSES
 from rawattn.check.diagnose.engine.attention import Bug, solve
 from rawattn.check.diagnose.engine.question import Answers, Question
 from rawattn.check.diagnose.evidence.places import places_of
@@ -119,6 +120,9 @@ def _with(finding: Finding, said: Said) -> Finding:
     if told:
         confidence = "low" if said.name in PLAIN else "medium"
         return replace(finding, bug=said.name, title=said.wrong[0], confidence=confidence)
+    if finding.title == CLASSES["unknown"].title and said.unread and not said.wrong:
+        rest = f"; right: {', '.join(said.right)}" * bool(said.right)
+        return replace(finding, title=f"{PASSES[said.stage]}: {said.unread[0]}{rest}")
     if finding.bug not in PLAIN or not said.wrong or (said.loose and finding.form):
         return finding
     if finding.bug == "unknown" and said.bug and finding.confidence in ("high", "medium"):

@@ -8,6 +8,7 @@ import numpy as np
 from rawattn.check.diagnose.evidence.places import Places, log_sum
 from rawattn.check.diagnose.evidence.rules import Rule, Shown, rules_of
 from rawattn.check.diagnose.evidence.sight import mask_rule
+from rawattn.check.diagnose.evidence.structure import where
 from rawattn.check.diagnose.evidence.support import OTHER, Support, support_of
 from rawattn.check.diagnose.read.classes import class_of
 from rawattn.check.diagnose.read.contexts import context_of
@@ -42,7 +43,8 @@ def _said_of(read: Weights, second: Callable[[], Weights], support: Support | No
     places, (seen, alive) = read.places, seen_of(read)
     said = Said(read, Support(places, places.rights & seen, ()))
     if not alive.all():
-        said.wrong.append(f"{np.count_nonzero(~alive)} of {alive.size} rows are NaN")
+        told = ", ".join([*where(places.question, "out", ~alive.T)][1:])
+        said.wrong.append(f"{np.count_nonzero(~alive)} of {alive.size} rows are NaN: {told}")
     alive = alive & _telling(read)
     due = seen & places.rights & alive[..., None]
     x = Field(logs_of(read, seen) - read.right.S, due, True, noise_of(places))

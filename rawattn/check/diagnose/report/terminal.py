@@ -48,6 +48,7 @@ def show(
     if words.nothing_wrong(diagnosis):
         compared = diagnosis.judged or diagnosis.facts
         said = ("Nothing is wrong.", "bold green") if compared else ("Nothing was compared.", "")
+        said = ("Nothing else is wrong.", "bold") if diagnosis.findings else said
         console.print(Text(*said))
     accused = {finding.side for finding in diagnosis.findings if finding.bug != "rounding"}
     for side in diagnosis.judged:
