@@ -222,19 +222,23 @@ def _with_bend(factor: float) -> dict[str, Step]:
     return {"tdY": with_values("tdY", cap=lambda c: (*c.cap[:2], factor * c.cap[2]))}
 
 
-def of_one_pass(bug: Bug, first: bool = False) -> Bug:
+def of_one_pass(bug: Bug, first: bool = False, stage: str = "second") -> Bug:
     """A bug of a double backward that one of its two passes has alone: the first one, which gives
-    ddout, ddlse, and so e and W, or the second one, of gq, gk and gv."""
+    ddout, ddlse, and so e and W, or the second one, of gq, gk and gv. Of a jvp its tangents are the
+    first one."""
+    out, lse = ("tout", "tlse") if stage == "jvp" else ("ddout", "ddlse")
 
     @lru_cache(maxsize=2)
     def passed(question: Question, given: Same | None) -> Answers:
-        return solve(question, "second", bug if first else NO_BUG, given=given)
+        return solve(question, stage, bug if first else NO_BUG, given=given)
 
     def of_rows(c: Context, name: str) -> Floats:
         x, (rows, heads) = passed(c.question, c.given)[name], (c.view.rows, c.view.heads[:, None])
-        return np.asarray(x[heads, rows] if name == "ddlse" else x[rows, heads])
+        return np.asarray(x[heads, rows] if name == lse else x[rows, heads])
 
-    steps = {"e": partial(of_rows, name="ddlse"), "tO": partial(of_rows, name="ddout")}
-    form = f"{bug.variant}, in the {'first' if first else 'second'} pass alone".removeprefix(", ")
-    see = None if first else bug.see
-    return Bug(bug.name, form, SECOND, see, steps if first else {**bug.steps, **steps})
+    steps = {"e": partial(of_rows, name=lse), "tO": partial(of_rows, name=out)}
+    where = "tangents" if stage == "jvp" else f"{'first' if first else 'second'} pass"
+    form, see = f"{bug.variant}, in the {where} alone".removeprefix(", "), None if first else bug.see
+    alike = None if bug.alike is None else (first, bug.alike)
+    made = steps if first else {**bug.steps, **steps}
+    return Bug(bug.name, form, (stage,), see, made, alike=alike)

@@ -194,14 +194,14 @@ def read_backward(ask: Ask, question: Question) -> Backward:
     dout = normal(np.asarray(question.out), 1.0)
     of_q, of_k = (Slopes(*np.zeros((6, H, n, m))) for _ in range(2))
     for block in _blocks(m, depth):
-        right, asked = _with_right(replace(question, q=q, k=_units(k, block), v=v, dout=dout))
+        right, asked = with_right(replace(question, q=q, k=_units(k, block), v=v, dout=dout))
         dq = call(asked, dq=q.shape)["dq"].transpose(1, 0, 2)[..., : len(block)]
         _put(of_q, right, np.s_[:, :, block], dq / question.scale)
     P, lse = np.zeros((H, n, m)), np.zeros((H, n))
     for r, block in itertools.product(range(group), _blocks(n, width)):
         heads = np.arange(question.num_heads_kv) * group + r
         queries, cotangent = (_units(like, block, heads) for like in (q, dout))
-        right, asked = _with_right(replace(question, q=queries, k=k, v=v, dout=cotangent))
+        right, asked = with_right(replace(question, q=queries, k=k, v=v, dout=cotangent))
         answers, at = call(asked, dk=k.shape, dv=v.shape), np.ix_(heads, block)
         dk, dv = (answers[x].transpose(1, 2, 0)[:, : len(block)] for x in ("dk", "dv"))
         _put(of_k, right, at, dk / question.scale)
@@ -209,7 +209,7 @@ def read_backward(ask: Ask, question: Question) -> Backward:
     columns = [np.zeros_like(like) for like in (q, dout)]
     for of_heads in columns:  # each query head has a column of its own
         of_heads[:, range(H), range(H)] = 1
-    _, asked = _with_right(replace(question, q=columns[0], k=k, v=v, dout=columns[1]))
+    _, asked = with_right(replace(question, q=columns[0], k=k, v=v, dout=columns[1]))
     answers = call(asked, dk=k.shape, dv=v.shape)
     adds = {name: np.abs(answers[name][..., :H]).sum(axis=0).T for name in ("dk", "dv")}
     passed = Right(places)
@@ -229,7 +229,7 @@ def _units(like: Array, block: Array, heads: Array | None = None) -> Array:
     return found
 
 
-def _with_right(question: Question) -> tuple[Right, Question]:
+def with_right(question: Question) -> tuple[Right, Question]:
     """What is right there, and the question with the right out and lse for a backward pass."""
     right = Right(Places(question))
     out = right.out.astype(question.q.dtype)
