@@ -12,6 +12,8 @@ from functools import partial, reduce
 import ml_dtypes
 import numpy as np
 
+from rawattn.check.diagnose.catalogue.inputs import PRODUCTS
+from rawattn.check.diagnose.catalogue.second_order import with_values
 from rawattn.check.diagnose.engine.attention import (
     NO_BUG,
     NONE,
@@ -26,6 +28,7 @@ from rawattn.check.diagnose.engine.attention import (
     times,
 )
 from rawattn.check.diagnose.engine.question import Answers, by_rows
+from rawattn.check.diagnose.engine.steps import PROGRAMS
 from rawattn.check.diagnose.evidence.precision import to_dtype
 from rawattn.check.diagnose.findings import Finding
 from rawattn.check.diagnose.judge.match import StageVerdict
@@ -46,6 +49,8 @@ KEPT = {  # what else may be kept in fewer bits, and the step that makes it
     "jvp": {"P": "P", **OF_TANGENTS},
     "second": OF_DERIVATIVES | OF_TANGENTS | {"W": "w", "dS": "dS", "dS'": "tdS", "dP'": "tdP"},
 }
+OF_TANGENT_PRODUCTS = ("tY", "tO", "tdP", "gQ", "gK", "gV")
+OPERANDS = ("P ", "exp", "dS ", "operands ")
 Rounded = Callable[[Floats], Floats]
 
 
@@ -67,7 +72,7 @@ def of_right(verdict: StageVerdict, side: str, *, zeros: bool) -> list[Finding]:
     where = f"{verdict.stage}: {', '.join(name for name in off if off[name] > off[most] / 8)}"
     # float16 may be TF32, which is allowed of float32 operands and has as many bits: of all of them
     exact = verdict.work.question.dtype == np.float64
-    operand = " in float16" in form and form.startswith(("P ", "exp", "dS ")) and not exact
+    operand = not exact and form.startswith(OPERANDS) and " in float16" in form
     if form and not narrow and (left < EXACT or not operand):
         sure = "medium" if operand else "high"
         return [finding(side, "narrow-intermediate", where, sure, (told, said), form=form)]
@@ -145,6 +150,12 @@ def _roundings(stage: str) -> Iterator[Bug]:
         for words, steps in _kept_in(to_dtype(dtype), stage):
             form = f"{words} in {np.dtype(dtype).name}"
             yield Bug("narrow-intermediate", form, (stage,), steps=steps)
+    r = to_dtype(np.float16)
+    for step in {*OF_TANGENT_PRODUCTS} & {*PROGRAMS[stage]}:
+        product, operands, _ = PRODUCTS[step]
+        narrow: dict[str, Step] = {x: lambda c, x=x: r(getattr(c, x)) for x in operands}
+        form, steps = f"operands of {product} alone in float16 or TF32", with_values(step, **narrow)
+        yield Bug("narrow-intermediate", form, (stage,), steps={step: steps})
 
 
 def _kept_in(r: Rounded, stage: str) -> Iterator[tuple[str, dict[str, Step]]]:
