@@ -41,6 +41,7 @@ FOLLOWS = 0.5  # correlation of an error with a predicted one that names its cau
 FEW = 16  # numbers that an error must change, for it to follow anything
 NARROWS = 0.4  # of an error: what an intermediate that is rounded may leave of it
 EXACT = 0.01  # the same, beyond doubt
+ALONE = 0.1  # the same of operands of one product alone, which may round ties in another way
 NARROW = (ml_dtypes.bfloat16, np.float16, ml_dtypes.float8_e4m3fn, ml_dtypes.float8_e5m2)
 OF_DERIVATIVES = {"P": "bP", "D": "D", "dP": "dP"}
 OF_TANGENTS = {"E": "E", "e": "e", "P'": "tP", "the sum behind ddout": "tO"}
@@ -73,7 +74,8 @@ def of_right(verdict: StageVerdict, side: str, *, zeros: bool) -> list[Finding]:
     # float16 may be TF32, which is allowed of float32 operands and has as many bits: of all of them
     exact = verdict.work.question.dtype == np.float64
     operand = not exact and form.startswith(OPERANDS) and " in float16" in form
-    if form and not narrow and (left < EXACT or not operand):
+    enough = ALONE if form.startswith("operands ") else EXACT
+    if form and not narrow and (left < enough or not operand):
         sure = "medium" if operand else "high"
         return [finding(side, "narrow-intermediate", where, sure, (told, said), form=form)]
     like = f"as if computed in {verdict.precision}"
