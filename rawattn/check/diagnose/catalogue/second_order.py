@@ -174,8 +174,7 @@ def terms(question: Question, stage: str) -> Iterator[Term]:
     for count in {1, len(given) - 1, len(given)} - {0, -1}:
         for some in combinations(given, count):
             text = " and ".join(f"{'dd' if second else 't'}{name}" for name in some)
-            none = text + where
-            yield Term(text, partial(_of_directions, some), IGNORED, DROPPED, none)
+            yield Term(text, partial(_of_directions, some), IGNORED, DROPPED, text + where)
     for text, (name, sites, needs) in TERMS.items():
         words = text if second else text.replace("dd", "t")
         if (second or {*sites} <= {"E", "ddout"}) and {*needs.split()} <= {*given}:
@@ -230,31 +229,25 @@ def _with_bend(factor: float) -> dict[str, Step]:
     return {"tdY": with_values("tdY", cap=lambda c: (*c.cap[:2], factor * c.cap[2]))}
 
 
-def of_one_pass(bug: Bug, first: bool = False, stage: str = "second") -> Bug:
+def of_one_pass(bug: Bug, first: bool = False) -> Bug:
     """A bug of a double backward that one of its two passes has alone: the first one, which gives
-    ddout, ddlse, and so e and W, or the second one, of gq, gk and gv. Of a jvp its tangents are the
-    first one."""
-    out, lse = ("tout", "tlse") if stage == "jvp" else ("ddout", "ddlse")
+    ddout, ddlse, and so e and W, or the second one, of gq, gk and gv."""
 
     @lru_cache(maxsize=2)
     def wrong(question: Question, given: Same | None) -> Answers:
-        return solve(question, stage, bug, given=given)
+        return solve(question, "second", bug, given=given)
 
     passed = wrong if first else _right_rows
 
     def of_rows(c: Context, name: str) -> Floats:
         x, (rows, heads) = passed(c.question, c.given)[name], (c.view.rows, c.view.heads[:, None])
-        return np.asarray(x[heads, rows] if name == lse else x[rows, heads])
+        return np.asarray(x[heads, rows] if name == "ddlse" else x[rows, heads])
 
-    steps = {"e": partial(of_rows, name=lse), "tO": partial(of_rows, name=out)}
-    where = "tangents" if stage == "jvp" else f"{'first' if first else 'second'} pass"
-    form, see = (
-        f"{bug.variant}, in the {where} alone".removeprefix(", "),
-        None if first else bug.see,
-    )
+    steps = {"e": partial(of_rows, name="ddlse"), "tO": partial(of_rows, name="ddout")}
+    form = f"{bug.variant}, in the {'first' if first else 'second'} pass alone".removeprefix(", ")
+    see, steps = (None, steps) if first else (bug.see, {**bug.steps, **steps})
     alike = None if bug.alike is None else (first, bug.alike)
-    made = steps if first else {**bug.steps, **steps}
-    return Bug(bug.name, form, (stage,), see, made, alike=alike)
+    return Bug(bug.name, form, SECOND, see, steps, alike=alike)
 
 
 @lru_cache(maxsize=4)

@@ -38,11 +38,10 @@ READS = {  # steps, each with an operand, that take the rows of one stage
         *("dK Q", "dV dO", "Y Q, dK Q", "dP dO, dV dO", "Y Q", "dP dO", "bP L", "dS D"),
         *("bP L, dS D", "Y Q, dK Q, dP dO, dV dO", "Y Q, dK Q, dP dO, dV dO, bP L, dS D"),
     ),
-    "jvp": ("tY tK", "tO tV", "tY tK, tO tV", "tY K", "tO V"),
-    "gq": ("gQ tK", "tY tK, gQ tK", "tY tK", "gQ K", "tdP tV"),
+    "jvp": ("tY tK", "tO tV", "tY tK, tO tV"),
+    "gq": ("gQ tK", "tY tK, gQ tK", "gQ K"),
     "gq, gk and gv": (
-        *("tY tQ, gK tQ", "tY tQ", "gK tQ", "gK Q", "tY Q, gK Q", "gV dO", "tdP dO"),
-        *("tdP dO, gV dO", "tdS w", "tdS D", "tdS D, tdS w", "bP L"),
+        *("tY tQ, gK tQ", "tY tQ", "gK tQ", "gK Q", "gV dO", "tdP dO", "tdS w", "tdS D", "bP L"),
     ),
 }
 PRODUCTS = inputs.PRODUCTS | {
@@ -62,10 +61,8 @@ def candidates(question: Question, stage: str, wrong: Collection[str], b: int) -
         yield from _of_sequences(question, stage)
         yield from _of_tails(question)
     loops = _of_loops(question, stage, {*wrong}, b)
-    if stage != "second":
-        yield from loops
-    elif not inputs.OF_FIRST_PASS & {*wrong}:
-        yield from map(of_one_pass, loops)
+    if stage != "second" or not inputs.OF_FIRST_PASS & {*wrong}:
+        yield from map(of_one_pass, loops) if stage == "second" else loops
 
 
 # ---- sequences in each other's place, rest of tiles -------------------------------------------
@@ -138,9 +135,9 @@ def _of_loops(question: Question, stage: str, wrong: set[str], b: int) -> Iterat
     """Operands that a loop over tiles takes from the stage of another step."""
     of = {"backward": "dk and dv", "second": "gq, gk and gv"}.get(stage, stage)
     of = min(wrong) if wrong in ({"dq"}, {"gq"}) else of
-    over, results = "keys", {"out", "lse", "dq", "gq", "tout", "tlse"}
-    if "and" in of:
-        over, results = "queries", {"dk", "dv", "gq", "gk", "gv"}
+    results = {"dk", "dv", "gq", "gk", "gv"}
+    results = results if " and " in of else {"out", "lse", "dq", "gq", "tout", "tlse"}
+    over = "queries" if " and " in of else "keys"
     masked, lengths = question.mask_window != (-1, -1), (question.lengths_q, question.lengths_k)
     seen = allowed(lengths[0][b], lengths[1][b], question.mask_window)
     sets = [[tuple(one.split()) for one in reads.split(", ")] for reads in READS[of]]

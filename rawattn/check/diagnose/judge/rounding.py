@@ -74,8 +74,8 @@ def of_right(verdict: StageVerdict, side: str, *, zeros: bool) -> list[Finding]:
     # float16 may be TF32, which is allowed of float32 operands and has as many bits: of all of them
     exact = verdict.work.question.dtype == np.float64
     operand = not exact and form.startswith(OPERANDS) and " in float16" in form
-    enough = ALONE if form.startswith("operands ") else EXACT
-    if form and not narrow and (left < enough or not operand):
+    enough = left < (ALONE if form.startswith("operands ") else EXACT)
+    if form and not narrow and (enough or not operand):
         sure = "medium" if operand else "high"
         return [finding(side, "narrow-intermediate", where, sure, (told, said), form=form)]
     like = f"as if computed in {verdict.precision}"

@@ -84,16 +84,14 @@ def _as_backward(ask: Ask, question: Question) -> Answers:
     found = right | {"dq": answers["gq"]}
     if np.count_nonzero(question.dout) > question.num_heads_kv * first.shape[2]:
         return found
-    total, weight = np.zeros(zeros.shape), np.zeros(zeros.shape)
+    total, weight = np.zeros((2, *zeros.shape))
     width = min(question.q.shape[2], zeros.shape[2])
-    for seed in range(2):
-        E = np.random.default_rng(seed).standard_normal((*zeros.shape[:2], width))
-        tk = np.zeros_like(question.k)
-        tk[..., :width] = E / question.scale
-        P = right["dv"][..., :width]
-        centred = E - (P * E).sum(axis=0)
-        total[..., :width] += ask(replace(asked, tv=zeros, tk=tk))["gv"][..., :width] * centred
-        weight[..., :width] += centred**2
-    known = weight > CLEAR
-    dv = np.where(known, total / np.where(known, weight, 1.0), right["dv"])
+    for seed in range(2):  # where E is near e, it is not in the other direction
+        E, tk = np.zeros(zeros.shape), np.zeros_like(question.k)
+        E[..., :width] = np.random.default_rng(seed).standard_normal(E[..., :width].shape)
+        tk[..., :width] = E[..., :width] / question.scale
+        centred = E - (right["dv"] * E).sum(axis=0)
+        total += ask(replace(asked, tv=zeros, tk=tk))["gv"] * centred
+        weight += centred**2
+    dv = np.where(weight > CLEAR, total / np.maximum(weight, CLEAR), right["dv"])
     return found | {"dk": answers["gk"], "dv": dv}

@@ -30,11 +30,6 @@ HOW |= {
     "second": "weights of ddout, with unit vectors for ddv alone",
     "second pass": "P and dS' of gq, gk and gv, with unit vectors for k, then for q and dout",
 }
-LOOK_AT |= {
-    "jvp": "where P of the tangents is made: scores, mask, row sums, and its product with tv",
-    "second": "where the first pass makes P: scores, mask, lse, and its product with ddv",
-    "second pass": "where the second pass makes P and dS': mask, lse, W, bounds of its loops",
-}
 READERS: dict[str, tuple[Callable[..., Any], Callable[..., Said]]] = {
     "forward": (read_forward, said_of),
     "backward": (read_backward, said_of_backward),
@@ -45,6 +40,7 @@ BEYOND: dict[str, tuple[Callable[..., Any], Callable[..., Said]]] = {  # saved a
     "second pass": (beyond.read_second_pass, beyond.say_second_pass),
 }
 PASSES = {"forward": "forward pass", "backward": "backward pass", "sliding": "sliding branch"}
+LOOK_AT |= dict.fromkeys(BEYOND, "where this pass makes P: scores, mask, lse; bounds of its loops")
 PASSES |= {"jvp": "forward-mode derivative", "second": "double backward"}
 PASSES["second pass"] = PASSES["second"]
 ASKED = {"sliding": "forward", "second pass": "second"}

@@ -78,10 +78,9 @@ class Said:
 
     @property
     def bugs(self) -> list[Bug]:
-        """The same, of a whole stage and of what was read alone."""
-        alone = self.bug is not None and self.stage in SECOND + JVP
-        more = [of_one_pass(self.bug, True, self.stage)] if self.bug and alone else []
-        return [self.bug, *more] if self.bug else []
+        """The same; of the first pass of a double backward in both passes, or there alone."""
+        found = [] if self.bug is None else [self.bug]
+        return found + [of_one_pass(bug, True) for bug in found if self.stage == "second"]
 
     def allows(self, bug: Bug) -> bool:
         """Whether with a bug of who sees whom keys are seen as they were read."""
