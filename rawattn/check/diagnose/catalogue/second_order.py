@@ -196,8 +196,9 @@ def terms(question: Question, stage: str) -> Iterator[Term]:
 
 def lacking(question: Question) -> str:
     """Which direction of the scores there is none of, where there is the other one."""
-    none = [f"t{name}" for name in "qk" if getattr(question, f"t{name}") is None]
-    return f", where {none[0]} is None" if len(none) == 1 else ""
+    if (question.tq is None) == (question.tk is None):
+        return ""
+    return f", where {'tq' if question.tq is None else 'tk'} is None"
 
 
 def _of_directions(some: Sequence[str], factor: float) -> dict[str, Step]:
@@ -245,9 +246,9 @@ def of_one_pass(bug: Bug, first: bool = False) -> Bug:
 
     steps = {"e": partial(of_rows, name="ddlse"), "tO": partial(of_rows, name="ddout")}
     form = f"{bug.variant}, in the {'first' if first else 'second'} pass alone".removeprefix(", ")
-    see, steps = (None, steps) if first else (bug.see, {**bug.steps, **steps})
     alike = None if bug.alike is None else (first, bug.alike)
-    return Bug(bug.name, form, SECOND, see, steps, alike=alike)
+    see, others = (None, {}) if first else (bug.see, bug.steps)
+    return Bug(bug.name, form, SECOND, see, {**others, **steps}, alike=alike)
 
 
 @lru_cache(maxsize=4)

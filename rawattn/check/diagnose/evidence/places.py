@@ -142,9 +142,6 @@ class Places:
             found["j - i + (seqlen_k - seqlen_q)"] = lambda: j - i + m - n
             found["j - i - |seqlen_k - seqlen_q|"] = lambda: j - i - np.abs(m - n)
             found |= {"j - seqlen_q": lambda: j - n, "i - seqlen_k": lambda: i - m}
-        if self.question.seqused_k is not None:
-            allotted = np.diff(self.question.cu_seqlens_k)[self.b]
-            found["j - i - all of the sequence's keys + seqlen_q"] = lambda: j - i - allotted + n
         found |= {
             "seqlen_k": lambda: m,
             "seqlen_q": lambda: n,

@@ -13,16 +13,8 @@ import numpy as np
 
 from rawattn.check.diagnose.engine.attention import solve
 from rawattn.check.diagnose.engine.question import Answers, Question
-from rawattn.check.diagnose.read.probe import (
-    Array,
-    Ask,
-    Backward,
-    Refused,
-    Weights,
-    read_backward,
-    read_forward,
-    with_right,
-)
+from rawattn.check.diagnose.read import probe
+from rawattn.check.diagnose.read.probe import Ask, Backward, Refused, Weights
 from rawattn.check.diagnose.read.said import Said
 from rawattn.check.diagnose.read.slopes import said_of_backward
 
@@ -38,24 +30,24 @@ def read_tangents(ask: Ask, question: Question) -> Weights:
         answers = ask(_moved(asked))
         return {"out": answers["tout"], "lse": answers["jvp lse"]}
 
-    return read_forward(tangents, question)
+    return probe.read_forward(tangents, question)
 
 
 def read_first_pass(ask: Ask, question: Question) -> Weights:
     """The weights of ddout, which are made with the lse that is passed."""
 
     def tangents(asked: Question) -> Answers:
-        _, given = with_right(replace(asked, dout=np.zeros_like(asked.out)))
+        _, given = probe.with_right(replace(asked, dout=np.zeros_like(asked.out)))
         return {"out": ask(_moved(given))["ddout"]}
 
-    return replace(read_forward(tangents, question), value_head=None)
+    return replace(probe.read_forward(tangents, question), value_head=None)
 
 
 def read_second_pass(ask: Ask, question: Question) -> Backward:
     """P and P o (dP' - W) as gv, gq and gk have them, of a first pass that is right."""
     if question.sparse or question.softcap is not None or question.dtype.itemsize == 2:
         raise Refused("there are lists, a softcap, or numbers of 16 bits")
-    return read_backward(partial(_as_backward, ask), question)
+    return probe.read_backward(partial(_as_backward, ask), question)
 
 
 def say_second_pass(read: Backward, again: Callable[[], Backward]) -> Said:
@@ -68,7 +60,7 @@ def say_second_pass(read: Backward, again: Callable[[], Backward]) -> Said:
     return said
 
 
-def _moved(question: Question, **changes: Array) -> Question:
+def _moved(question: Question, **changes: np.ndarray) -> Question:
     """In the direction of tv = v alone."""
     still = {"tq": np.zeros_like(question.q), "tk": np.zeros_like(question.k)}
     return replace(question, **still | {"tv": question.v} | changes)
