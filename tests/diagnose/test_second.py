@@ -37,8 +37,8 @@ def test_of_a_double_backward(words: str) -> None:
 @pytest.mark.parametrize(
     ("stage", "wrong", "said"),
     [
-        ("jvp", OF_FIRST_ROW, "p of the first row of its tile of 16"),
-        ("second", NOT_ALIGNED, "i // 16"),
+        ("jvp", OF_FIRST_ROW, "of the first row of its tile"),
+        ("second", NOT_ALIGNED, "of the first row of its tile"),
         ("second", {"W": by(0)}, "dS' lacks the row term W"),
         ("second", {}, ""),
     ],
