@@ -152,12 +152,15 @@ def _roundings(stage: str) -> Iterator[Bug]:
         for words, steps in _kept_in(to_dtype(dtype), stage):
             form = f"{words} in {np.dtype(dtype).name}"
             yield Bug("narrow-intermediate", form, (stage,), steps=steps)
-    r = to_dtype(np.float16)
+
+    def rounded(name: str) -> Step:
+        return lambda c: to_dtype(np.float16)(getattr(c, name))
+
     for step in {*OF_TANGENT_PRODUCTS} & {*PROGRAMS[stage]}:
         product, operands, _ = PRODUCTS[step]
-        narrow: dict[str, Step] = {x: lambda c, x=x: r(getattr(c, x)) for x in operands}
-        form, steps = f"operands of {product} alone in float16 or TF32", with_values(step, **narrow)
-        yield Bug("narrow-intermediate", form, (stage,), steps={step: steps})
+        narrow = with_values(step, **{name: rounded(name) for name in operands})
+        form = f"operands of {product} alone in float16 or TF32"
+        yield Bug("narrow-intermediate", form, (stage,), steps={step: narrow})
 
 
 def _kept_in(r: Rounded, stage: str) -> Iterator[tuple[str, dict[str, Step]]]:

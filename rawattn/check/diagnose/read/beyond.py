@@ -74,7 +74,7 @@ def _as_backward(ask: Ask, question: Question) -> Answers:
     asked = _moved(question, v=zeros, out=np.zeros_like(first))
     answers = ask(asked)
     found = right | {"dq": answers["gq"]}
-    if np.count_nonzero(question.dout) > question.num_heads_kv * first.shape[2]:
+    if np.count_nonzero(np.asarray(question.dout)) > question.num_heads_kv * first.shape[2]:
         return found
     total, weight = np.zeros((2, *zeros.shape))
     width = min(question.q.shape[2], zeros.shape[2])
