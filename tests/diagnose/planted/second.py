@@ -25,6 +25,11 @@ def right_W(c: Head, W: Array) -> Array:
     return (c.dO * right_tO(c)).sum(axis=1, keepdims=True)
 
 
+def detached_W(c: Head, W: Array) -> Array:
+    """What the softmax takes away where D, with dlse in it, is a constant."""
+    return right_W(c, W) + (c.P * c.E).sum(1, keepdims=True) * c.row("dlse")
+
+
 def W_of_out(c: Head, W: Array) -> Array:
     return (c.O * right_tO(c)).sum(axis=1, keepdims=True)
 
@@ -92,7 +97,8 @@ _TABLE: Table = (
     ("second-frozen-p: P' = 0 in dS'", "s", {"tP Z": ZERO}),
     ("second-frozen-p: P' = 0 in dS' and in gv", "s", of_each(ZERO, "tP Z", "tP of gv")),
     ("second-frozen-p: P' = 0 everywhere, E = 0", "s", {"E": ZERO}),
-    ("second-frozen-delta: D detached", "s", _NO_E | _W),
+    ("second-frozen-delta: D detached", "s", _NO_E | {"W": detached_W}),
+    ("tangent-e-omitted or second-frozen-delta: all but ddlse and W", "s", _NO_E | _W),
     ("second-frozen-delta or tangent-e-omitted: out detached", "s", _OUT_HELD),
     ("second-frozen-delta: W = 0, no e in ddout", "s", of_each(ZERO, "W", "e in tout")),
     ("second-w-omitted or second-frozen-delta: W = 0", "s", {"W": ZERO}),

@@ -13,7 +13,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from rawattn.check.diagnose.engine.attention import NO_BUG, Bug, Same, solve
+from rawattn.check.diagnose.engine.attention import Bug, Same, solve
 from rawattn.check.diagnose.engine.question import Answers, Question
 from rawattn.check.diagnose.engine.steps import STEPS, Context, Floats, Step, changed
 
@@ -51,7 +51,7 @@ RESULTS: dict[str, dict[str, tuple[str, ...]]] = {
     },
 }
 # of P', all of them or some alone
-READERS = ("ddout, W, dS', gv", "ddout, W", "ddout", "W", "dS', gv", "dS'", "gv")
+READERS = ("ddout, W, dS', gv", "ddout, dS', gv", "ddout, W", "ddout", "W", "dS', gv", "dS'", "gv")
 
 # ---- other values -----------------------------------------------------------------------------
 
@@ -156,9 +156,10 @@ class Term(NamedTuple):
 def terms(question: Question, stage: str) -> Iterator[Term]:
     """What the results of a stage are sums of, one time each."""
     second, factor, sign = stage == "second", "constant-factor", "lse-gradient-sign"
+    where = lacking(question)
     none = factor if stage == "backward" else DROPPED
-    for text, made in RESULTS[stage].items():
-        yield Term(text, partial(_made, made), none, factor, f"{text} = 0")
+    for text, made in RESULTS[stage].items() if stage != "jvp" or not where else ():
+        yield Term(text, partial(_made, made), none, factor, f"{text} = 0{where}")
     if stage != "jvp":
         dlse, of_out = (partial(_read, ("D",), name) for name in ("dL", "O"))
         other = DROPPED if second else "delta-of-another-out"
@@ -172,12 +173,12 @@ def terms(question: Question, stage: str) -> Iterator[Term]:
     for count in {1, len(given) - 1, len(given)} - {0, -1}:
         for some in combinations(given, count):
             text = " and ".join(f"{'dd' if second else 't'}{name}" for name in some)
-            yield Term(text, partial(_of_directions, some), IGNORED, DROPPED, text)
+            yield Term(text, partial(_of_directions, some), IGNORED, DROPPED, text + where)
     for text, (name, sites, needs) in TERMS.items():
         words = text if second else text.replace("dd", "t")
         if (second or {*sites} <= {"E", "ddout"}) and {*needs.split()} <= {*given}:
             kind = IGNORED if "E" in sites else DROPPED
-            yield Term(words, partial(_read, sites, name), kind, DROPPED, words)
+            yield Term(words, partial(_read, sites, name), kind, DROPPED, words + where)
     for text in READERS if second else ("ddout",):
         readers, words = text.split(", "), text if second else "tout"
         of_P = partial(_read, readers, "tP")
@@ -190,6 +191,13 @@ def terms(question: Question, stage: str) -> Iterator[Term]:
             yield Term(bend, _with_bend, name, name, f"{bend}, is 0")
     of_lse = "ddlse" if second else "tlse"
     yield Term(of_lse, partial(_made, ("tL",)), "tangent-lse-missing", sign, f"{of_lse} = 0")
+
+
+def lacking(question: Question) -> str:
+    """Which direction of the scores there is none of, where there is the other one."""
+    if (question.tq is None) == (question.tk is None):
+        return ""
+    return f", where {'tq' if question.tq is None else 'tk'} is None"
 
 
 def _of_directions(some: Sequence[str], factor: float) -> dict[str, Step]:
@@ -225,8 +233,10 @@ def of_one_pass(bug: Bug, first: bool = False) -> Bug:
     ddout, ddlse, and so e and W, or the second one, of gq, gk and gv."""
 
     @lru_cache(maxsize=2)
-    def passed(question: Question, given: Same | None) -> Answers:
-        return solve(question, "second", bug if first else NO_BUG, given=given)
+    def wrong(question: Question, given: Same | None) -> Answers:
+        return solve(question, "second", bug, given=given)
+
+    passed = wrong if first else _right_rows
 
     def of_rows(c: Context, name: str) -> Floats:
         x, (rows, heads) = passed(c.question, c.given)[name], (c.view.rows, c.view.heads[:, None])
@@ -234,5 +244,11 @@ def of_one_pass(bug: Bug, first: bool = False) -> Bug:
 
     steps = {"e": partial(of_rows, name="ddlse"), "tO": partial(of_rows, name="ddout")}
     form = f"{bug.variant}, in the {'first' if first else 'second'} pass alone".removeprefix(", ")
-    see = None if first else bug.see
-    return Bug(bug.name, form, SECOND, see, steps if first else {**bug.steps, **steps})
+    alike = None if bug.alike is None else (first, bug.alike)
+    see, others = (None, {}) if first else (bug.see, bug.steps)
+    return Bug(bug.name, form, SECOND, see, {**others, **steps}, alike=alike)
+
+
+@lru_cache(maxsize=4)
+def _right_rows(question: Question, given: Same | None) -> Answers:
+    return solve(question, "second", given=given)

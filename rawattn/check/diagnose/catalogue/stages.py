@@ -11,6 +11,7 @@ import numpy as np
 from rawattn.check.diagnose.catalogue import inputs, maps
 from rawattn.check.diagnose.catalogue.masks import Window, bounds
 from rawattn.check.diagnose.catalogue.reading import taken
+from rawattn.check.diagnose.catalogue.second_order import of_one_pass
 from rawattn.check.diagnose.engine.attention import BACKWARD, FIRST, TILES, Bug, View, Views
 from rawattn.check.diagnose.engine.question import Answers, Question
 from rawattn.check.diagnose.engine.steps import STEPS, Context, Floats, changed
@@ -40,21 +41,31 @@ READS = {  # steps, each with an operand, that take the rows of one stage
         *("dK Q", "dV dO", "Y Q, dK Q", "dP dO, dV dO", "Y Q", "dP dO", "bP L", "dS D"),
         *("bP L, dS D", "Y Q, dK Q, dP dO, dV dO", "Y Q, dK Q, dP dO, dV dO, bP L, dS D"),
     ),
+    "jvp": ("tY tK", "tO tV", "tY tK, tO tV"),
+    "gq": ("gQ tK", "tY tK, gQ tK", "gQ K"),
+    "gq, gk and gv": (
+        *("tY tQ, gK tQ", "tY tQ", "gK tQ", "gK Q", "gV dO", "tdP dO", "tdS w", "tdS D", "bP L"),
+    ),
 }
 PRODUCTS = inputs.PRODUCTS | {
     "bP": ("exp(S - lse)", ("L",), {"dq", "dk", "dv"}),
     "dS": ("dP - D", ("D",), {"dq", "dk"}),
 }
+OF_PAIRS = ("Y", "dP", "bP", "dS", "tY", "tdP", "tdS")  # steps that give numbers of pairs
 ALL = 1 << 30  # one tile for all of the other side
 
 
 def candidates(question: Question, stage: str, wrong: Collection[str], b: int) -> Iterator[Bug]:
     """All of a stage of dense attention that change something ``wrong``, to be tried on sequence
     ``b`` first."""
-    if stage in FIRST and not question.sparse:
+    if question.sparse:
+        return
+    if stage in FIRST:
         yield from _of_sequences(question, stage)
         yield from _of_tails(question)
-        yield from _of_loops(question, stage, {*wrong}, b)
+    loops = _of_loops(question, stage, {*wrong}, b)
+    if stage != "second" or not inputs.OF_FIRST_PASS & {*wrong}:
+        yield from map(of_one_pass, loops) if stage == "second" else loops
 
 
 # ---- sequences in each other's place, rest of tiles -------------------------------------------
@@ -123,8 +134,11 @@ def _owned(
 
 def _of_loops(question: Question, stage: str, wrong: set[str], b: int) -> Iterator[Bug]:
     """Operands that a loop over tiles takes from the stage of another step."""
-    of = stage if stage == "forward" else "dq" if wrong == {"dq"} else "dk and dv"
-    over, results = ("queries", {"dk", "dv"}) if "dk" in of else ("keys", {"out", "lse", "dq"})
+    of = {"backward": "dk and dv", "second": "gq, gk and gv"}.get(stage, stage)
+    of = min(wrong) if wrong in ({"dq"}, {"gq"}) else of
+    results = {"dk", "dv", "gq", "gk", "gv"}
+    results = results if " and " in of else {"out", "lse", "dq", "gq", "tout", "tlse"}
+    over = "queries" if " and " in of else "keys"
     masked, lengths = question.mask_window != (-1, -1), (question.lengths_q, question.lengths_k)
     seen = allowed(lengths[0][b], lengths[1][b], question.mask_window)
     sets = [[tuple(one.split()) for one in reads.split(", ")] for reads in READS[of]]
@@ -171,8 +185,8 @@ def _staged(
     loop: Callable[[Ints], list[tuple[Ints, Ints]]], over: str, step: str, operand: str, c: Context
 ) -> Floats:
     """``step`` with the rows of ``operand`` that a ``loop`` over keys or queries takes."""
-    of_pairs = over == "queries" and step in ("Y", "dP", "bP", "dS")
-    found, axis = None, -1 if operand in ("L", "D") else -2
+    of_pairs = over == "queries" and step in OF_PAIRS
+    found, axis = None, -1 if operand in ("L", "D", "w") else -2
     for rows, here in loop((c.W > 0).any(axis=0)):
         tile = taken(getattr(c, operand), rows, axis, np.inf if operand == "L" else 0.0)
         x = STEPS[step](changed(c, **{operand: tile}))

@@ -229,8 +229,9 @@ def _read(candidate: Candidate, question: Question) -> Readings:
     nothing |= {"double_backward": None, "jvp": None, "repeat": False}
 
     def ask(stage: str) -> Callable[[Question], Answers] | None:
-        function = getattr(candidate, stage)
-        alone = replace(candidate, **nothing | {stage: function})
+        name = "double_backward" if stage == "second" else stage
+        function = getattr(candidate, name)
+        alone = replace(candidate, **nothing | {name: function})
         return None if function is None else partial(answers_of, alone)
 
     return read(question, ask)

@@ -85,7 +85,8 @@ def catalogue(question: Question, stage: str) -> tuple[Bug, ...]:
             return stage in bug.stages or bug.name == "score-scale" or of_masks
 
         wide = [bug.at(*bug.stages, stage) for bug in found if anywhere(bug)]
-        found = [*second_order.BUGS, *wide]
+        alike = stage == "jvp" and second_order.lacking(question)  # to a direction that is ignored
+        found = [bug for bug in second_order.BUGS if not (alike and "tP" in bug.steps)] + wide
     return tuple(bug for bug in found if stage in bug.stages)
 
 

@@ -6,6 +6,7 @@ from functools import cached_property
 import numpy as np
 
 from rawattn.check.diagnose.catalogue.classes import CLASSES
+from rawattn.check.diagnose.catalogue.second_order import JVP, SECOND, of_one_pass
 from rawattn.check.diagnose.engine.attention import BACKWARD, FIRST, Bug, See, Step, views_of
 from rawattn.check.diagnose.evidence.places import Places
 from rawattn.check.diagnose.evidence.support import Support
@@ -17,6 +18,7 @@ from rawattn.check.diagnose.read.terms import Term
 Array = np.ndarray
 SEEN = {"float16": 1e-5}  # weights above are seen; of other dtypes those above TINY
 TINY = 1e-30
+STAGES = {"backward": BACKWARD, "second": SECOND, "second pass": SECOND, "jvp": JVP}
 COARSE = 3e-3  # what is left where sums run in TF32: no bug of the weights
 NOISE = {"float64": 1e-5, "float32": 1e-3, "float16": 2e-3, "bfloat16": 1e-2}  # of log-weights
 
@@ -77,12 +79,20 @@ class Said:
         """What was read as a bug of the engine, None where it does not say all."""
         if self.unread or self.loose or (self.see is None and not self.steps):
             return None
-        stages = BACKWARD if self.stage == "backward" else FIRST
+        stages = STAGES.get(self.stage, FIRST)
         words = "; ".join(self.wrong)
         if self.listed is not None and self.wrong == [_title(self.listed)]:
             words = self.listed.variant
         bug = Bug(self.name or "unknown", words, stages, self.see, self.steps)
+        if self.stage == "second pass":  # whose dS is another thing than that of a backward pass
+            return of_one_pass(bug) if {*self.steps} <= {"bP"} else None
         return sliding.planted(bug) if self.stage == "sliding" else bug
+
+    @property
+    def bugs(self) -> list[Bug]:
+        """The same; of the first pass of a double backward in both passes, or there alone."""
+        found = [] if self.bug is None else [self.bug]
+        return found + [of_one_pass(bug, True) for bug in found if self.stage == "second"]
 
     def allows(self, bug: Bug) -> bool:
         """Whether with a bug of who sees whom keys are seen as they were read."""
