@@ -139,7 +139,7 @@ def _unfolded(x: Any) -> Any:
             ("dk", "dv"),
         ),
         (
-            "NaN of their P, as lse is -inf, reaches dv",
+            "NaN or inf of their P",
             lambda x: np.where(np.arange(60)[:, None, None] < 16, np.nan, x),
             ("dv",),
         ),

@@ -81,7 +81,7 @@ def test_a_backward_pass_of_a_wrong_forward_pass_is_not_accused() -> None:
 
 
 BIAS = "-0.03 |j - i|"
-OWN = "the slot of the key's block = -1"
+OWN = "error[sparse-own-block-missing]"
 
 
 @pytest.mark.parametrize("sizes", [("--causal",), ("--causal", "--block-size", 16)], ids=len)

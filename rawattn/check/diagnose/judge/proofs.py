@@ -12,14 +12,7 @@ import numpy as np
 from rawattn.check.cases import Case
 from rawattn.check.diagnose.catalogue.classes import CLASSES
 from rawattn.check.diagnose.engine.attention import Given, solve
-from rawattn.check.diagnose.engine.question import (
-    OF_KEYS,
-    STAGES,
-    Answers,
-    Question,
-    by_rows,
-    side_of,
-)
+from rawattn.check.diagnose.engine.question import STAGES, Answers, Question, by_rows, side_of
 from rawattn.check.diagnose.evidence import structure
 from rawattn.check.diagnose.evidence.precision import defined, eps_of, ladder, relative_residual
 from rawattn.check.diagnose.evidence.runs import Failed
@@ -173,7 +166,7 @@ def of_structure(verdict: StageVerdict, side: str) -> Finding:
     """What can be said of wrong tensors that no bug of the catalogue reproduces."""
     work, names = verdict.work, verdict.unexplained
     question, where = work.question, f"{verdict.stage}: {', '.join(names)}"
-    if (named := _rearranged(verdict) or _dead(verdict) or _of_dead(verdict)) is not None:
+    if (named := _rearranged(verdict) or _dead(verdict)) is not None:
         bug, confidence, evidence, form = named
         return finding(side, bug, where, confidence, evidence, form=form)
     said = ["no known bug gives these numbers"]
@@ -244,18 +237,3 @@ def _dead(verdict: StageVerdict) -> Named:
         text = f"{name}: {int(bad.sum())} rows are wrong, all of them {whose}"
         return "rows-not-written" if of_keys else "dead-rows", "high", (text,), form
     return None
-
-
-def _of_dead(verdict: StageVerdict) -> Named:
-    """NaN of queries without keys, in gradients of the keys of their sequences alone."""
-    work, names, said = verdict.work, verdict.unexplained, list[str]()
-    dead = np.isneginf(solve(work.question, "forward")["lse"]).any(axis=0)
-    of = work.question.sequence_of("q")[dead]
-    for name in names:
-        nan = np.isnan(work.pair(name)[0]).any(axis=2)
-        there = np.isin(work.question.sequence_of(name), of)
-        if name not in OF_KEYS or not nan.any() or (nan != work.bad(name) & there[:, None]).any():
-            return None
-        said.append(f"{name}: {nan.sum()} keys have NaN, all in sequences with such a row")
-    form = f"NaN of their P, as lse is -inf, reaches {' and '.join(names)} of other rows' keys"
-    return "dead-rows", "medium", tuple(said), form
