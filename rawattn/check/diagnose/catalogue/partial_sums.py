@@ -140,6 +140,11 @@ def _power(x: float) -> Way:
     return lambda f, r: (f**x, 1.0)
 
 
+def _lazily(least: float) -> Way:
+    """As if there were no small rises."""
+    return lambda f, r: (np.where(f > np.exp(-least), 1.0, f), 1.0)
+
+
 RESCALED = (("out",), ("row_sum",), ("out", "row_sum"))
 WAYS: dict[str, Way] = {  # f: factors; r: row sums
     "not rescaled": _power(0),
@@ -153,6 +158,8 @@ WAYS: dict[str, Way] = {  # f: factors; r: row sums
     "not rescaled by the last tile": lambda f, r: (np.append(f[:-1], np.ones_like(f[:1]), 0), 1.0),
     "divided by the row sum at every tile": lambda f, r: (f / r, 1 / r),
 }
+for least, (units, of) in product((1, 2, 4, 8), {"": 1.0, " in base 2": LN_2}.items()):
+    WAYS[f"not rescaled where it rises by less than {least}{units}"] = _lazily(least * of)
 
 
 def _next(factors: Floats) -> Floats:

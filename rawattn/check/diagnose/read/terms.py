@@ -143,14 +143,17 @@ def _curves(field: Field, c: Context) -> Iterator[Term]:
             with np.errstate(invalid="ignore", over="ignore"):
                 return field.left(c.G * curve(c.Y, x)[0] - c.S)
 
-        caps = (cap, cap * c.s) if cap and "{c}" in words else ()
+        caps = dict[float, str]()
+        if cap and "{c}" in words:
+            caps = {cap: "", cap / LOG2_E: "ln 2 times the softcap"}
+            caps |= {cap * c.s: "the softcap, before softmax_scale"} if c.s != 1 else {}
         x = min((*NUMBERS, *caps), key=left_by) if "{c}" in words else 1.0
-        for step in (2.0, 1.2, 1.05, 1.01, 1.002) if "{c}" in words and left_by(x) < far else ():
-            x = float(min(x * step ** np.linspace(-1, 1, 9), key=left_by))
+        for fine in range(15) if "{c}" in words and left_by(x) < far else ():
+            x = float(min(x * 2 ** (np.linspace(-1, 1, 9) / 4**fine), key=left_by))
         x = round(x, 2) if x > 0.1 and left_by(round(x, 2)) <= 1 else x
         name = "softcap-dropped" if words == "not capped" else "softcap"
         text = f"the scores are {words.format(c=f'{x:.4g}')}"
-        text += " (the softcap, before softmax_scale)" * bool(caps and np.isclose(x, caps[1], 5e-3))
+        text += next((f" ({of})" for y, of in caps.items() if of and np.isclose(x, y, 5e-3)), "")
         yield Term(text, name, {"cap": partial(options.bent, curve, x)}, (x,))
 
 
