@@ -14,7 +14,7 @@ from rawattn.check.diagnose.catalogue.reading import taken
 from rawattn.check.diagnose.catalogue.second_order import of_one_pass
 from rawattn.check.diagnose.engine.attention import BACKWARD, FIRST, TILES, Bug, View, Views
 from rawattn.check.diagnose.engine.question import Answers, Question
-from rawattn.check.diagnose.engine.steps import STEPS, Context, Floats, changed
+from rawattn.check.diagnose.engine.steps import STEPS, Context, Floats, Step, changed
 from rawattn.reference.dense import allowed
 
 Ints = np.ndarray
@@ -106,8 +106,16 @@ def _all(question: Question, answers: Answers) -> Answers:
 def _of_tails(question: Question) -> Iterator[Bug]:
     """Rows of q behind a sequence, up to the end of its last tile."""
     for tile, (words, order) in product(TILES, ORDERS.items()) if question.batch > 1 else ():
-        text = f"rows of q behind a sequence, up to the end of its last tile of {tile}, {words}"
-        yield Bug("neighbour-leak", text, FIRST, partial(_owned, tile, order), store=_all)
+        text = f"behind a sequence, up to the end of its last tile of {tile}, {words}"
+        see = partial(_owned, tile, order)
+        yield Bug("neighbour-leak", f"rows of q {text}", FIRST, see, store=_all)
+        if "stored" in words:
+            zeros: dict[str, Step] = {"Y": lambda c: STEPS["Y"](c) * _its_own(c)[:, None]}
+            yield Bug("neighbour-leak", f"zeros for q {text}", FIRST, see, zeros, store=_all)
+
+
+def _its_own(c: Context) -> Ints:
+    return np.asarray(c.view.rows < c.question.cu_seqlens_q[c.view.sequence + 1])
 
 
 def _owned(

@@ -121,7 +121,9 @@ def _is_wrong(question: Question, given: Passed) -> bool:
 def _in_rows(rows: dict[str, Floats], right: Answers, _: Question, answers: Answers) -> Answers:
     """``answers`` in these rows (tokens, heads), ``right`` ones in others."""
     at = {name: (of.T if name in BY_ROW else of[..., None]) for name, of in rows.items()}
-    return {n: np.where(at[n], x, right[n]) if n in at else right[n] for n, x in answers.items()}
+    return {
+        n: np.where(at[n], x, right[n]) if n in at else right.get(n, x) for n, x in answers.items()
+    }
 
 
 def rows_off(

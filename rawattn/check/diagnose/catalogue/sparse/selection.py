@@ -55,7 +55,8 @@ def candidates(question: Question, stage: str, wrong: Collection[str]) -> Iterat
     and what dense passes have too."""
     sizes = (size for size in TILES if size < 2 * max(question.lengths_k))
     of_tiles = (bug for size in sizes for bug in tiles(question, size))
-    every = chain(misread(question), gates.misread(question), walks.bugs(question, wrong), of_tiles)
+    of_walks = chain(walks.bugs(question, wrong), walks.stale(question))
+    every = chain(misread(question), gates.misread(question), of_walks, of_tiles)
     yield from (bug for bug in every if stage in bug.stages)
 
 

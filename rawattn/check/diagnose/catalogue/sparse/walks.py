@@ -7,9 +7,10 @@ from itertools import product
 
 import numpy as np
 
-from rawattn.check.diagnose.engine.attention import BACKWARD, Bug
+from rawattn.check.diagnose.catalogue import stages
+from rawattn.check.diagnose.engine.attention import BACKWARD, FORWARD, Bug
 from rawattn.check.diagnose.engine.question import Question
-from rawattn.check.diagnose.engine.steps import STEPS, Context, Floats, changed
+from rawattn.check.diagnose.engine.steps import STEPS, Context, Floats, Step, changed
 
 Ints = np.ndarray
 Order = Callable[[Ints, Ints, int], Ints]  # of slots, -1 for the own block, blocks, slots' number
@@ -30,6 +31,8 @@ SHARES: dict[str, Share] = {
 }
 OVERWRITES = "the last {} alone"
 GRADIENTS = {"dk": "dK", "dv": "dV"}
+READS = {"K in Q K^T, V in P V": ("Y", "O"), "K in Q K^T": ("Y",), "V in P V": ("O",)}
+Places = Callable[[Context], tuple[Ints, Ints]]
 
 
 def in_lists(c: Context) -> tuple[Ints, Ints]:
@@ -51,14 +54,30 @@ def tiles(question: Question) -> dict[str, Callable[[Context], list[Ints]]]:
 
 def _steps(order: Order, c: Context) -> list[Ints]:
     """Pairs by the place of the key's block in the query's walk."""
+    place, _ = in_walk(order, c)
+    return [place == step for step in range(int(place.max(initial=0)) + 1)]
+
+
+def in_walk(order: Order, c: Context) -> tuple[Ints, Ints]:
+    """The place of the key's block in the walk of every query, (heads, n, m), -1 where it does not
+    see the key, and the length of that walk, (heads, n, 1)."""
     seen, view = c.W > 0, c.view
+    if view.slot is None:  # of the sliding branch
+        return np.where(seen, 0, -1), np.ones((*seen.shape[:2], 1), dtype=np.int64)
     block = (view.keys - c.question.cu_seqlens_k[view.sequence]) // c.question.block_size
     by = order(view.slot, np.broadcast_to(block, view.slot.shape), c.question.slots)
     there = np.zeros((*seen.shape[:2], int(by.max(initial=0)) + 1), dtype=bool)
     heads, rows = np.ogrid[: seen.shape[0], : seen.shape[1]]
     np.logical_or.at(there, (heads[..., None], rows[..., None], by), seen)
     place = np.where(seen, np.take_along_axis(np.cumsum(there, axis=2) - 1, by, 2), -1)
-    return [place == step for step in range(int(place.max(initial=0)) + 1)]
+    return place, there.sum(axis=2, keepdims=True)
+
+
+def _parted(order: Order, size: int, rest: bool, c: Context) -> list[Ints]:
+    """Pairs by so many steps of a walk at a time; ``rest``: all behind the first ones at once."""
+    steps = _steps(order, c)
+    cuts = [size] if rest else range(size, len(steps), size)
+    return [np.asarray(part.any(axis=0)) for part in np.split(np.array(steps), cuts)]
 
 
 def splits(question: Question) -> dict[str, Callable[[Context], list[Ints]]]:
@@ -68,29 +87,89 @@ def splits(question: Question) -> dict[str, Callable[[Context], list[Ints]]]:
     for parts, up in product((2, 3, 4, count), (0, 1)):
         part = tuple((slot * parts + up * (parts - 1)) // count for slot in range(count))
         found.setdefault(part, f"{parts} parts of the slots, the {('first', 'last')[up]} longer")
-    return {words: partial(_parts, part) for part, words in found.items() if any(part)}
+    parted: dict[str, Callable[[Context], list[Ints]]] = {
+        words: partial(_parts, part) for part, words in found.items() if any(part)
+    }
+    for (words, order), size, rest in product(ORDERS.items(), (1, 2, 4), (False, True)):
+        text = f"{size} blocks and the rest" if rest else f"parts of {size} blocks"
+        parted[f"{text}, {words}"] = partial(_parted, order, size, rest)
+    return parted
 
 
 def _parts(part: tuple[int, ...], c: Context) -> list[Ints]:
     """Pairs by the part of their slot, the own block's last."""
+    if c.view.slot is None:  # of the sliding branch
+        return [c.W > 0]
     of = np.array(part)[np.where(c.view.slot < 0, len(part) - 1, c.view.slot)]
     return [(c.W > 0) & (of == number) for number in range(max(part) + 1)]
 
 
 def bugs(question: Question, wrong: Collection[str]) -> Iterator[Bug]:
     """A part of a list of queries that counts alone, in what is ``wrong``."""
+    if "dq" in wrong:
+        for (of, order), (words, share) in product(ORDERS.items(), SHARES.items()):
+            for most in range(1, question.slots + 1):
+                name = "tile-overwrites" if words == OVERWRITES else "sparse-list-cut"
+                text = f"dq, of the blocks that a query walks, {of}, {words.format(most)}"
+                steps = {"dQ": partial(_weighed, "dQ", partial(in_walk, order), share, most)}
+                yield Bug(name, text, BACKWARD, steps=steps)
     names, longest = [name for name in GRADIENTS if name in wrong], max(question.lengths_q)
     for words, share in SHARES.items() if names else ():
         name = "tile-overwrites" if words == OVERWRITES else "sparse-queries-lost"
         for lot in range(1, longest) if "at most" in words else LOTS:
             if lot < longest:
                 text = f"of the queries in a block's list {words.format(lot)}"
-                steps = {GRADIENTS[n]: partial(_weighed, GRADIENTS[n], share, lot) for n in names}
+                steps = {
+                    step: partial(_weighed, step, in_lists, share, lot)
+                    for step in map(GRADIENTS.__getitem__, names)
+                }
                 yield Bug(name, f"{' and '.join(names)}, {text}", BACKWARD, steps=steps)
 
 
-def _weighed(step: str, share: Share, lot: int, c: Context) -> Floats:
+def stale(question: Question) -> Iterator[Bug]:
+    """k or v of a block from the stage of another step of a query's walk."""
+    loops = [x for x in stages.LOOPS.items() if "from the first row" not in x[0]]
+    for (of, order), (words, which), cut in product(ORDERS.items(), loops, (False, True)):
+        taken = partial(_taken, order, which, cut)
+        ways: dict[str, Step] = {"Y": partial(_scores_of, taken), "O": partial(_values_of, taken)}
+        for operands, steps in READS.items():
+            text = f"{operands} {words} of the blocks that a query walks, {of}"
+            text += ", 0 where it does not see that" * cut
+            yield Bug("stale-tile", text, FORWARD, steps={x: ways[x] for x in steps})
+
+
+def _taken(order: Order, which: stages.Which, cut: bool, c: Context) -> Ints:
+    """The key that is taken for each, (heads, n, m): the same of another block; m for none. cut:
+    if it is seen."""
+    (place, count), (keys, size) = in_walk(order, c), (c.W.shape[2], c.question.block_size)
+    blocks = np.full((*place.shape[:2], int(count.max(initial=0)) + 1), -1)
+    h, i, j = np.nonzero(place >= 0)
+    blocks[h, i, place[h, i, j]] = j // size
+    steps = np.zeros((blocks.shape[2] + 1, blocks.shape[2]), dtype=np.int64)
+    for n in range(1, len(steps)):
+        steps[n, :n] = which(np.arange(n))
+    taken = np.full(place.shape, keys)
+    other = blocks[h, i, steps[count[h, i, 0], place[h, i, j]]]
+    key = np.minimum(other * size + j % size, keys)
+    there = np.pad(place >= 0, [(0, 0), (0, 0), (0, 1)])[h, i, key] | (not cut)
+    taken[h, i, j] = np.where(there, key, keys)
+    return taken
+
+
+def _scores_of(taken: Callable[[Context], Ints], c: Context) -> Floats:
+    scores = np.pad(STEPS["Y"](c), [(0, 0), (0, 0), (0, 1)])
+    return np.take_along_axis(scores, taken(c), axis=2)
+
+
+def _values_of(taken: Callable[[Context], Ints], c: Context) -> Floats:
+    P = np.zeros((*c.P.shape[:2], c.P.shape[2] + 1))
+    heads, rows = np.ogrid[: P.shape[0], : P.shape[1]]
+    np.add.at(P, (heads[..., None], rows[..., None], taken(c)), c.P)
+    return np.asarray(STEPS["O"](changed(c, P=P[..., :-1])))
+
+
+def _weighed(step: str, places: Places, share: Share, lot: int, c: Context) -> Floats:
     """A product of the pairs that count."""
-    at, count = in_lists(c)
+    at, count = places(c)
     kept = (at >= 0) & share(at, count, lot)
     return np.asarray(STEPS[step](changed(c, P=c.P * kept, dY=c.dY * kept)))
