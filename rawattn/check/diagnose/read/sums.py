@@ -230,9 +230,16 @@ def _say_mass(said: Said, x: _Rows, due: Array) -> None:
     if np.ptp(ratio) < 8 * x.noise:
         mean = number(float(np.exp(-ratio.mean())))
         said.say(f"the weights of a row sum to {mean}, not 1", "")
+    elif (tile := next((t for t in TILES if x.fit(_with_before(t, x.places, due))), 0)) > 0:
+        text = f"the row sums have those of the same row of all tiles of {tile} queries before too"
+        said.say(text, "accumulator-not-reset")
+        said.steps["softmax"] = partial(_over_others, partial(_with_before, tile))
     elif (by := _of_other_rows(x, due)) is not None:
         said.say(f"the row sums are those of other rows: {by.words}", "statistics-misplaced")
-        said.steps["softmax"] = partial(_over_others, by)
+        of_rows = maps.geometry
+        said.steps["softmax"] = partial(
+            _over_others, lambda places, L: by.moved(of_rows(places.question, "lse"), L)
+        )
     elif sinks is not None and (often := _often(x, mass / sinks)) is not None:
         times, top = often
         name = "denominator" if " to " in times else "sinks-misplaced"
@@ -259,11 +266,19 @@ def _of_other_rows(x: _Rows, due: Array) -> maps.Map | None:
     return next((by for by in moved if x.fit(by.moved(g, due))), None)
 
 
-def _over_others(by: maps.Map, c: Context) -> tuple[Array, Array]:
-    """Weights over the sums of other rows."""
-    L = by.moved(maps.geometry(c.question, "lse"), Right(places_of(c.question)).lse)
-    by_rows = dead_to_inf(np, L[np.ix_(c.view.heads, c.view.rows)])[..., None]
-    return STEPS["softmax"](c)[0], np.exp(c.S - by_rows)
+def _over_others(of: Callable[[Places, Array], Array], c: Context) -> tuple[Array, Array]:
+    """Weights over the sums of other rows, ``of`` the right ones' logarithms."""
+    places = places_of(c.question)
+    L = of(places, Right(places).lse)[np.ix_(c.view.heads, c.view.rows)]
+    return L, np.exp(c.S - dead_to_inf(np, L)[..., None])
+
+
+def _with_before(tile: int, places: Places, L: Array) -> Array:
+    """The logarithms of sums that go on in the next ``tile`` of queries of a sequence."""
+    found = L.copy()
+    for row in np.flatnonzero(places.i[:, 0] >= tile):
+        found[:, row] = np.logaddexp(found[:, row], found[:, row - tile])
+    return found
 
 
 def _often(x: _Rows, times: Array) -> tuple[str, int] | None:
@@ -303,12 +318,19 @@ def _others(x: _Rows, mass: Array) -> dict[str, Callable[[Places], Array]]:
     if padded > max(x.places.question.lengths_k):  # that of a sequence that is not here
         found[f"{padded} keys"] = partial(_padding, 0, padded)
     found |= {f"the end of its last tile of {t} keys": partial(_padding, t, 0) for t in TILES}
+    if x.places.question.seqused_k is not None:
+        of_used = ((t, f"the end of the last tile of {t} keys in use") for t in TILES)
+        found |= {f"{end}, or of all": partial(_padding, t, -1) for t, end in of_used}
     return {**found, "": lambda places: np.ones((1, len(places.j)))}
 
 
 def _padding(tile: int, length: int, places: Places) -> Array:
-    """(1, total_q): keys from a sequence's end to that of a tile, to a length, or the longest's."""
-    m = places.m[:, 0]
+    """(1, total_q): keys from a sequence's end to that of a tile, no further than all of them if
+    ``length`` is -1, to a length, or the longest's."""
+    m, q = places.m[:, 0], places.question
+    if length < 0:
+        every = np.append(np.diff(q.cu_seqlens_k), 0)[places.b[:, 0]]
+        return np.asarray(np.minimum(-m % tile, every - m))[None]
     return np.asarray(-m % tile if tile else (length or max(places.question.lengths_k)) - m)[None]
 
 
