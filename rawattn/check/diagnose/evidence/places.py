@@ -140,6 +140,12 @@ class Places:
             found["j - i + (seqlen_k - seqlen_q)"] = lambda: j - i + m - n
             found["j - i - |seqlen_k - seqlen_q|"] = lambda: j - i - np.abs(m - n)
             found |= {"j - seqlen_q": lambda: j - n, "i - seqlen_k": lambda: i - m}
+            longest, other = max(lengths), max(self.question.lengths_q)
+            of_longest = {
+                "j - the longest seqlen_q": lambda: j - other,
+                "j - i - (the longest seqlen_k - seqlen_q)": lambda: j - i - longest + other,
+            }
+            found = of_longest | found
         found |= {
             "seqlen_k": lambda: m,
             "seqlen_q": lambda: n,

@@ -12,6 +12,7 @@ import numpy as np
 
 Array = np.ndarray
 LENGTHS = {"seqlen_q", "seqlen_k"}  # bounds of which tell the few sequences of a problem apart
+ZERO = {None, -1, 0, 1}  # bounds of what else would be as many as any number
 CHANCE = re.compile(r"seqlen_[qk]|the (sequence|row of).*|j - the (longest )?seqlen_k.*")  # alike
 FEW = 6  # runs of a feature that may be intervals: what falls into more is told by another one
 PAIRS, TRIED = 400, 64  # rules of two and of three
@@ -136,10 +137,13 @@ class _Spans:
                 continue
             every = (np.broadcast_to(of.places.feature(name), of.domain.shape) for of in shown)
             x = np.concatenate([x[of.domain] for x, of in zip(every, shown, strict=True)])
+            of_bounds = ZERO if "the longest seqlen_q" in name or "(the longest" in name else None
             for span in _pure(x, inside, name):
-                self.kinds[False].append((span, ~span.among(x[inside])))
+                if of_bounds is None or {*span[1:]} <= of_bounds:
+                    self.kinds[False].append((span, ~span.among(x[inside])))
             for span in _bounds(x, inside, name):
-                self.kinds[True].append((span, span.among(x[~inside])))
+                if of_bounds is None or {*span[1:]} <= of_bounds:
+                    self.kinds[True].append((span, span.among(x[~inside])))
 
     def and_of(self, other: "_Spans") -> "_Spans":
         """With those of others behind them."""
