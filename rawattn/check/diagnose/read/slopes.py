@@ -11,7 +11,7 @@ from rawattn.check.diagnose.evidence.places import places_of
 from rawattn.check.diagnose.evidence.support import LESS, MORE, Support, support_of
 from rawattn.check.diagnose.read.classes import BACKWARD_ONLY, of_pairs
 from rawattn.check.diagnose.read.contexts import of_view
-from rawattn.check.diagnose.read.fields import Field, by_head
+from rawattn.check.diagnose.read.fields import Field, by_head, sum_in_words, sums_of
 from rawattn.check.diagnose.read.forms import Change, by_own_sums, form_of
 from rawattn.check.diagnose.read.part import Part
 from rawattn.check.diagnose.read.probe import Backward
@@ -176,6 +176,30 @@ def _with_pairs(pairs: Support, dY: Callable[[Context], Array] | None, c: Contex
     return np.where(seen, np.where(right, found, _unmasked(c)), 0.0)
 
 
+POWERS: dict[str, Callable[[Array], Array]] = {  # of t = tanh, the capped score over the cap
+    **{"": lambda t: t**0, "t": lambda t: t, "t^2": lambda t: t**2, "t^4": lambda t: t**4},
+}
+
+
+def _of_slopes(part: Part) -> Change | None:
+    """Another derivative of the softcap than 1 - t^2."""
+    if (cap := part.places.question.softcap) is None:
+        return None
+    slopes, there = part.slopes, part.known
+    due = (part.f * slopes.slope)[there]
+    unit = part.noise * np.maximum(np.abs(due), 1e-2)
+    basis = {name: of(slopes.S[there] / cap) / unit for name, of in POWERS.items()}
+    if (factors := next(sums_of(basis, due / unit, 3), None)) is None:
+        return None
+    text = f"has the slope {sum_in_words(factors)} of the softcap, not 1 - t^2, with t its tanh"
+    return Change([text], "softcap-slope-omitted", partial(_with_slope, factors), whole=True)
+
+
+def _with_slope(factors: dict[str, float], c: Context) -> Array:
+    t = c.cap[0] / c.question.softcap
+    return np.asarray(c.G * sum(x * POWERS[name](t) for name, x in factors.items()) * c.dS)
+
+
 def _form_of(part: Part) -> Change:
     """What stands there in place of dS."""
     f, places = part.f, part.places
@@ -189,7 +213,7 @@ def _form_of(part: Part) -> Change:
         name = "output-scale" if "softmax_scale is" in scale else "constant-factor"
         text = f"is multiplied by {by_head(by)}{scale}"
         return Change([text], name, lambda c: by[c.view.heads] * c.dY, times=by.ravel())
-    if (found := form_of(part)) is not None:
+    if (found := form_of(part) or _of_slopes(part)) is not None:
         return found
     logs = part.field(np.log(np.where(f > 0, f, 1.0)))
     told, _, of = of_distance(logs, places)
