@@ -224,6 +224,9 @@ class Places:
             f"(j - {of}) % {t}": lambda: (j - p) % t,
             f"j // {t} - {of} // {t} % 2": lambda: (j // t - p // t) % 2,
             f"(j - {of} // {t} * {t})": lambda: j - p // t * t,
+            f"(j - {of} of the last row of its tile of {t})": lambda: (
+                j - p + i - np.minimum(i // t * t + t, n) + 1
+            ),
             f"(j // {t} * {t} - {of})": lambda: j // t * t - p,
             f"(j % {t} - {of})": lambda: np.where(j < 0, j, j % t) - p,
             f"(j - {of} % {t})": lambda: j - p % t,

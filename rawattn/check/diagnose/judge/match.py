@@ -296,6 +296,8 @@ class Stage:
             told = {n: bad[n] for n, x in by.items() if not rows_off(*x, bad[n], SHARE).any()}
             for name, rows in [*told.items()][:1]:
                 other = rows_off(by[name][1], self.pair(name)[1], self.rows[name], SHARE)
+                if not (other & ~rows).any():
+                    continue  # it is not some
                 places = ", ".join([*where(self.question, name, rows, other)][1:])
                 text = f"{guess.bug.variant or 'so'} in some rows, {places}{ELSEWHERE}"
                 store = partial(_in_rows, told, self.rights[0].answers)
