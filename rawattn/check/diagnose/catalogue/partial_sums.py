@@ -1,7 +1,7 @@
 """The softmax made of parts of the keys: tiles one after the other, and splits that are merged.
 
 Every part has its maximum, and sums taken against it: of its weights (row_sum), of P V (out), and
-in forward mode of P o E (e) and (P o E) V + P tV (tout). A result is made of the sums of all parts,
+in forward mode of P o E (e), (P o E) V (tout) and P tV (ptv). A result is made of the sums of all parts,
 each with a weight of its own; the tables are of wrong weights.
 """
 
@@ -119,7 +119,7 @@ def parts_of(c: Context, cut: Cut) -> Parts:
         if hasattr(c, "E"):
             moving = P * np.where(c.W > 0, c.E, 0.0)[..., keys]
             more["e"] = moving.sum(axis=-1, keepdims=True)
-            more["tout"] = times(moving, V) + times(P, c.tV[keys])
+            more["tout"], more["ptv"] = times(moving, V), times(P, c.tV[keys])
         tops.append(top)
         sums.append(more)
     return Parts(np.stack(tops), {name: np.stack([x[name] for x in sums]) for name in sums[0]})
@@ -199,7 +199,7 @@ def divided(parts: Parts, sums: Mapping[str, Floats]) -> Results:
     if "e" not in sums:
         return Results(out, lse, np.zeros_like(lse), np.zeros_like(out))
     e = sums["e"] / total
-    return Results(out, lse, e[..., 0], sums["tout"] / total - e * out)
+    return Results(out, lse, e[..., 0], (sums["tout"] + sums["ptv"]) / total - e * out)
 
 
 # ---- merged -----------------------------------------------------------------------------------

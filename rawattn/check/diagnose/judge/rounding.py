@@ -189,7 +189,7 @@ def _of_parts(
     if stage in ("backward", "second") or question.sinks is not None:
         return
     for at, cut in partial_sums.tiles(question).items():
-        sums = ("out", "row_sum", "e", "tout")[: 2 if stage == "forward" else 4]
+        sums = ("out", "row_sum", "e", "tout", "ptv")[: 2 if stage == "forward" else 5]
         of = partial(partial_sums.rescaled, wrong=sums, way=way)
         yield f"the factor of the rescale, {at},", partial_sums.steps(stage, cut, of)
     for at, cut in partial_sums.splits(question).items() if stage == "forward" else ():
