@@ -15,7 +15,7 @@ import numpy as np
 
 from rawattn.check.diagnose.engine.attention import Bug, Same, solve
 from rawattn.check.diagnose.engine.question import Answers, Question
-from rawattn.check.diagnose.engine.steps import STEPS, Context, Floats, Step, changed
+from rawattn.check.diagnose.engine.steps import STEPS, Context, Floats, Step, changed, row_max
 
 SECOND, JVP = ("second",), ("jvp",)
 SITES = {  # where something is read, and the step that reads it; W reads ddout
@@ -133,9 +133,7 @@ BUGS = (  # those that are not one term
     Bug(D, "W = 0, no e in ddout", SECOND, steps=at(["ddout"], tP=_uncentred) | {"w": NO_ROWS}),
     Bug(E, "e = 0", SECOND + JVP, steps={"e": NO_ROWS}),
     Bug(P, "P' = 0, e = 0", SECOND + JVP, steps={"tP": NO_P, "e": NO_ROWS}),
-    Bug(
-        "not-normalised", "tlse", JVP, steps={"tL": lambda c: c.e * np.exp(c.L - c.S.max(axis=-1))}
-    ),
+    Bug("not-normalised", "tlse", JVP, steps={"tL": lambda c: c.e * np.exp(c.L - row_max(c))}),
 )
 
 

@@ -12,6 +12,7 @@ import numpy as np
 
 Array = np.ndarray
 LENGTHS = {"seqlen_q", "seqlen_k"}  # bounds of which tell the few sequences of a problem apart
+SPLIT = re.compile(r"ceil\(")  # of what is in so many parts, which few lengths tell from tiles
 ZERO = {None, -1, 0, 1}  # bounds of what else would be as many as any number
 CHANCE = re.compile(r"seqlen_[qk]|the (sequence|row of).*|j - the (longest )?seqlen_k.*")  # alike
 FEW = 6  # runs of a feature that may be intervals: what falls into more is told by another one
@@ -73,7 +74,8 @@ class Rule:
     def plain(self) -> bool:
         """Of bounds for lengths chance makes some, and of three intervals."""
         if len(self.spans) == 1:
-            return self.spans[0].feature not in LENGTHS
+            feature = self.spans[0].feature
+            return feature not in LENGTHS and not SPLIT.search(feature)
         return len(self.spans) < 3 and not any(CHANCE.fullmatch(x.feature) for x in self.spans)
 
     def holds(self, places: Places) -> Array:
@@ -115,10 +117,11 @@ def rules_of(*shown: Shown, among: Iterable[str] | None = None) -> Iterator[Rule
         return
     every = _Spans(shown, inside, places.features)
     yield from every.rules(1)
-    loops = _Spans(shown, inside, places.loops)
+    loops = _Spans(shown, inside, (n for n in places.loops if not SPLIT.search(n)))
     yield from loops.rules(1)
     plain = _Spans(shown, inside, (n for n in places.features if not CHANCE.fullmatch(n)))
     yield from plain.rules(2)
+    yield from _Spans(shown, inside, filter(SPLIT.search, places.loops)).rules(1)
     mixed = plain.and_of(loops)
     yield from mixed.rules(2)
     yield from plain.rules(3)

@@ -170,6 +170,9 @@ def _others(question: Question) -> Iterator[tuple[str, str, Of]]:
         yield f"of {by.words}", "statistics-misplaced", partial(_moved, by)
     for (text, over), tile in product(OVER.items(), TILES):
         yield f"over {text.format(tile)} alone", ANOTHER, partial(_over, over, tile)
+    for tile in TILES:
+        text = f"of row i // {tile} * {tile} + j % {tile}, the key's place in its tile"
+        yield text, "statistics-misplaced", partial(_across, tile)
     if question.softcap is not None:
         yield "as the sum of P dP with the softcap's slope", ANOTHER, _with_slope
 
@@ -186,6 +189,16 @@ def _over(over: Callable[[Array, Array], Array], tile: int, c: Context) -> Array
     same = b[:, None] == b
     last = np.where(same, number, -1).max(axis=1, keepdims=True)
     return np.asarray(c.P * c.dP @ (same & over(number[:, None] - number, last - number)).mT)
+
+
+def _across(tile: int, c: Context) -> Array:
+    """D of a tile of queries along the keys of a tile."""
+    q, j = c.question, c.question.place_of("k")[np.maximum(c.view.keys, 0)]
+    rows, sequence = c.view.rows[:, None], q.sequence_of("q")
+    other = rows - q.place_of("q")[rows] % tile + j % tile
+    inside, other = other < len(q.q), np.minimum(other, len(q.q) - 1)
+    D = deltas(q, c.given)[c.view.heads][:, other]
+    return np.where(inside & (sequence[other] == sequence[rows]), D, 0.0)
 
 
 def _with_slope(c: Context) -> Array:
