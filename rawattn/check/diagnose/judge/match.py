@@ -43,8 +43,8 @@ TELLING = 0.01  # share of rows with numbers in them, of a tensor that a bug can
 OF_ZEROS = 2  # classes that may explain zeros, for one of them to be named
 SHARE = 2.0**-6  # of the size of a row: what another one is off by
 ROWS = 4  # wrong ones, at least, for a bug to be one of these alone
-ELSEWHERE = "; all others are right"
-INEXACT = (ELSEWHERE, "; all else is right", "and of no others")  # forms that tell no cause
+ELSEWHERE = "; all else is right"
+INEXACT = (ELSEWHERE, "and of no others")  # forms that tell no cause
 BETTER = 0.95  # of the residual, at most, that a bug leaves where it is the reason
 FAR = 0.3  # residual of what no rounding explains
 # Tensors of one loop, which a bug of that loop changes together.
@@ -294,15 +294,24 @@ class Stage:
         for guess in self.every if bad else ():
             by = {n: self.pair(n, guess) for n in bad if guess.bug.store is None}
             told = {n: bad[n] for n, x in by.items() if not rows_off(*x, bad[n], SHARE).any()}
-            for name, rows in [*told.items()][:1]:
-                other = rows_off(by[name][1], self.pair(name)[1], self.rows[name], SHARE)
-                if not (other & ~rows).any():
-                    continue  # it is not some
-                places = ", ".join([*where(self.question, name, rows, other)][1:])
-                text = f"{guess.bug.variant or 'so'} in some rows, {places}{ELSEWHERE}"
-                store = partial(_in_rows, told, self.rights[0].answers)
-                found.append(replace(guess.bug, variant=text, store=store))
+            if not told:
+                continue
+            changed = {n: self._changed(n, guess) for n in self.tensors}
+            name = next(iter(told))
+            places = f"in {' and '.join(told)} alone"
+            if (changed[name] & ~told[name]).any():
+                of_rows = [*where(self.question, name, told[name], changed[name])][1:]
+                places = f"in some rows, {', '.join(of_rows)}"
+            elif not any(changed[n].any() for n in {*self.tensors} - {*told}):
+                continue  # it is all of the bug
+            text = f"{guess.bug.variant} {places}{ELSEWHERE}".strip()
+            store = partial(_in_rows, told, self.rights[0].answers)
+            found.append(replace(guess.bug, variant=text, store=store))
         return self.planted(found)
+
+    def _changed(self, name: str, guess: Prediction) -> np.ndarray:
+        """Rows that a bug changes."""
+        return rows_off(self.pair(name, guess)[1], self.pair(name)[1], self.rows[name], SHARE)
 
     def _held(self, name: str) -> np.ndarray:
         """All rows but those that are inf since the right values are more than their dtype holds,
