@@ -15,7 +15,7 @@ import numpy as np
 
 from rawattn.check.diagnose.engine.attention import Bug, Same, solve
 from rawattn.check.diagnose.engine.question import Answers, Question
-from rawattn.check.diagnose.engine.steps import STEPS, Context, Floats, Step, changed, row_max
+from rawattn.check.diagnose.engine.steps import STEPS, Context, Floats, Step, changed, row_max, sunk
 
 SECOND, JVP = ("second",), ("jvp",)
 SITES = {  # where something is read, and the step that reads it; W reads ddout
@@ -119,6 +119,7 @@ def _through_softmax(c: Context) -> Floats:
 
 NO_P: Step = _times("P", 0.0)
 NO_ROWS: Step = lambda c: np.zeros(c.S.shape[:2])  # noqa: E731
+UNDIVIDED: dict[str, Step] = {"P0": sunk(lambda c: np.exp(c.sink - np.maximum(row_max(c), c.sink)))}
 GV = at(["gv"], tP=_uncentred)
 SAVED_P, DELTA = {"tP": _uncentred, "tdS": NO_P}, {"tP": _uncentred, "tdS": _through_softmax}
 P, D, E = "second-frozen-p", "second-frozen-delta", "tangent-e-omitted"
@@ -133,6 +134,7 @@ BUGS = (  # those that are not one term
     Bug(D, "W = 0, no e in ddout", SECOND, steps=at(["ddout"], tP=_uncentred) | {"w": NO_ROWS}),
     Bug(E, "e = 0", SECOND + JVP, steps={"e": NO_ROWS}),
     Bug(P, "P' = 0, e = 0", SECOND + JVP, steps={"tP": NO_P, "e": NO_ROWS}),
+    Bug("not-normalised", "the sink's weight", SECOND + JVP, steps=UNDIVIDED),
     Bug("not-normalised", "tlse", JVP, steps={"tL": lambda c: c.e * np.exp(c.L - row_max(c))}),
 )
 

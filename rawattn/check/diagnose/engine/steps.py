@@ -51,7 +51,7 @@ def _tdY(c: Context) -> Floats:
     return np.asarray(c.r(tdY + bent))
 
 
-def _sunk(value: Step) -> Step:
+def sunk(value: Step) -> Step:
     """What there is of sinks alone; 0 without."""
     return lambda c: 0.0 if c.sink is None else value(c)
 
@@ -78,14 +78,14 @@ STEPS: dict[str, Step] = {
     "dP": lambda c: c.r(times(c.dO, c.V.mT)),
     "D": lambda c: (c.dO * c.O).sum(axis=-1) - c.dL,
     "dS": lambda c: c.r(c.P * (c.dP - c.D[..., None])),
-    "P0": _sunk(lambda c: np.exp(c.sink - dead_to_inf(np, c.L))),
+    "P0": sunk(lambda c: np.exp(c.sink - dead_to_inf(np, c.L))),
     "dY": lambda c: c.r(c.G * c.cap[1] * c.dS),
     "dQ": lambda c: c.r(c.s * c.r(times(c.o(c.dY), c.K))),
     "dK": lambda c: c.s * c.r(c.o(c.dY).mT @ c.Q),
     "dV": lambda c: c.r(c.o(c.P).mT @ c.dO),
     "sum_heads": lambda c: lambda x: c.r(x.sum(axis=0)),
     "dG": lambda c: c.dS * c.Y,
-    "dsink": _sunk(lambda c: -(c.P0 * c.D).sum(axis=-1)),
+    "dsink": sunk(lambda c: -(c.P0 * c.D).sum(axis=-1)),
     # tangents in the direction (tQ, tK, tV, tG)
     "tY": lambda c: c.r(c.s * c.r(c.r(times(c.tQ, c.K.mT)) + c.r(times(c.Q, c.tK.mT)))),
     "E": lambda c: c.r(c.r(c.G * c.cap[1] * c.tY) + c.r(c.tG * c.Y)),
@@ -102,7 +102,7 @@ STEPS: dict[str, Step] = {
     "gK": lambda c: c.s * c.r(c.r(c.o(c.tdY).mT @ c.Q) + c.r(c.o(c.dY).mT @ c.tQ)),
     "gV": lambda c: c.r(c.o(c.tP).mT @ c.dO),
     "gG": lambda c: c.tdS * c.Y + c.dS * c.tY,
-    "gsink": _sunk(lambda c: -(c.P0 * ((c.tsink - c.e) * c.D + c.w)).sum(axis=-1)),
+    "gsink": sunk(lambda c: -(c.P0 * ((c.tsink - c.e) * c.D + c.w)).sum(axis=-1)),
 }
 OWN_P: dict[str, Step] = {"bP": lambda c: STEPS["softmax"](c)[1]}  # not from lse
 SCORES = ("Y", "cap", "S")

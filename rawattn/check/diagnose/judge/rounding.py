@@ -23,7 +23,7 @@ from rawattn.check.diagnose.engine.attention import (
     solve,
 )
 from rawattn.check.diagnose.engine.question import Answers, Question, by_rows
-from rawattn.check.diagnose.engine.steps import STEPS, Context, Floats, Step, changed, times
+from rawattn.check.diagnose.engine.steps import LOG2_E, STEPS, Context, Floats, Step, changed, times
 from rawattn.check.diagnose.evidence.precision import to_dtype, to_tf32
 from rawattn.check.diagnose.findings import Finding
 from rawattn.check.diagnose.judge.match import StageVerdict, good
@@ -235,7 +235,11 @@ def _kept_in(r: Rounded, stage: str) -> Iterator[tuple[str, dict[str, Step]]]:
             words = f"exp(S - row maximum so far), by tiles of {tile} keys,"
             yield words, {"O": partial(unnormalised, tile=tile)}
     elif stage != "jvp":
-        yield "lse", {"bP": lambda c: STEPS["bP"](changed(c, L=r(c.L)))}
+        for words, unit in (("lse", 1.0), ("lse in base 2", LOG2_E)):
+            yield (
+                words,
+                {"bP": lambda c, unit=unit: STEPS["bP"](changed(c, L=r(c.L * unit) / unit))},
+            )
     for words, step in KEPT.get(stage, {}).items():
         yield words, after(step)
     if stage == "backward":
