@@ -235,11 +235,8 @@ def _kept_in(r: Rounded, stage: str) -> Iterator[tuple[str, dict[str, Step]]]:
             words = f"exp(S - row maximum so far), by tiles of {tile} keys,"
             yield words, {"O": partial(unnormalised, tile=tile)}
     elif stage != "jvp":
-        for words, unit in (("lse", 1.0), ("lse in base 2", LOG2_E)):
-            yield (
-                words,
-                {"bP": lambda c, unit=unit: STEPS["bP"](changed(c, L=r(c.L * unit) / unit))},
-            )
+        yield "lse", {"bP": lambda c: STEPS["bP"](changed(c, L=r(c.L)))}
+        yield "lse in base 2", {"bP": lambda c: STEPS["bP"](changed(c, L=r(LOG2_E * c.L) / LOG2_E))}
     for words, step in KEPT.get(stage, {}).items():
         yield words, after(step)
     if stage == "backward":
