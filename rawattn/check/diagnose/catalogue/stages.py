@@ -28,6 +28,7 @@ Which = Callable[[Ints], Ints]  # of the tiles of all steps, those that are take
 LOOPS: dict[str, Which] = {
     "of the step before": lambda tiles: np.append(tiles[:1], tiles[:-1]),
     "of the next step": lambda tiles: np.append(tiles[1:], tiles[-1:]),
+    "of step x + 2": lambda tiles: np.append(tiles[2:], tiles[-2:]),
     **{f"of step x % {n}": partial(lambda n, x: x[np.arange(len(x)) % n], n) for n in (1, 2, 3, 4)},
     "of step x // 2 * 2": lambda tiles: tiles[np.arange(len(tiles)) // 2 * 2],
     "counted from the first row, not from the first visible tile on,": lambda tiles: (
