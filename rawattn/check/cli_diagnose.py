@@ -1,7 +1,6 @@
 """The subcommands of rawattn-check that name bugs: explain, dump, harness.
 
-They leave with 0 where nothing is wrong, and with 1 where something is. What ``diff`` ends with is
-in ``diagnose.judge.failures``. Long by options and help texts, which stand together.
+They leave with 0 where nothing is wrong, and with 1 where something is. Long by options and help.
 """
 
 import json
@@ -105,11 +104,9 @@ def explain_command(files: tuple[Path, ...], log: Path | None, class_: str | Non
 
     A.npz holds inputs and results of one run of attention, of any language: q, k, v, cu_seqlens,
     causal, dout, out, lse, dq, dk, dv, and what else there is, by these or other usual names; with
-    a batch also layout (bthd, bhtd) and, where there is padding, lengths. A single file is compared
-    with the float64 attention of its inputs. With B.npz both sides are judged, each by its own
-    inputs; a file without q, k, v has those of the other. What a file with q, k, v does not say
-    (dout, causal) is taken from the other where these are equal, except dlse.
-    `rawattn-check dump` writes such a file.
+    a batch also layout (bthd, bhtd) and, where there is padding, lengths. `rawattn-check dump`
+    writes such a file. A single one is compared with the float64 attention of its inputs. With
+    B.npz both sides are judged; what a file does not say is as in the other, except dlse.
     """
     if bool(files) + bool(log) + bool(class_) != 1 or len(files) > 2:
         raise click.UsageError("say one or two .npz files, or --log FILE, or --class NAME")
@@ -231,9 +228,8 @@ def dump_command(
 def harness_command(compare: str, framework: str | None, dtypes: tuple[str, ...]) -> Told:
     """Show which wrong results a comparison function lets pass.
 
-    COMPARE(x, ref) is somebody's test: it returns whether x is right, or raises AssertionError. It
-    is fed wrong results (scaled, shifted, zeroed, NaN, of another shape) and right ones. What else
-    it takes, such as tolerances, must have defaults.
+    COMPARE(x, ref) is somebody's test: it returns whether x is right, or raises AssertionError.
+    What else it takes, such as tolerances, must have defaults.
     """
     with refused():
         function, of = comparison.load_compare(compare), dtypes or comparison.DTYPES

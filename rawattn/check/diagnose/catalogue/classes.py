@@ -1,7 +1,6 @@
 """The bug classes: what each is called in plain words, and where to look for it.
 
-Of every class its name with a title, which completes "the bug: ...", and a line: where to look, as
-an instruction. Where two classes explain the same numbers, the earlier one is named.
+A title completes "the bug: ..."; of two classes that fit the same numbers the first one is named.
 """
 
 import re

@@ -1,7 +1,6 @@
 """Bugs of what is read: arrays in each other's place, misread layouts, misplaced row statistics.
 
-``candidates`` are the product of the places where something is read with the ``maps`` of what is
-read instead: ``inferred.inputs`` tries them on one sequence, and plants those that come near.
+``candidates``, places that read by ``maps`` of what is read instead, are tried on one sequence.
 """
 
 import itertools

@@ -1,8 +1,7 @@
 """Where an array may be read or stored by mistake: one vocabulary of index maps.
 
 A map says for every place (token, head, column) which place is taken for it. It knows no array but
-a ``Geometry``, so that the same map moves q, rows of dk and the numbers of lse. A map is the same
-in every stage, whoever reads or stores by it.
+a ``Geometry``, so that the same map moves q, rows of dk and the numbers of lse, in every stage.
 """
 
 import itertools
@@ -73,8 +72,7 @@ class Geometry:
 
 @lru_cache(maxsize=32)
 def geometry(question: Question, name: str) -> Geometry:
-    """That of an input, a row statistic or a result, by its name; those of row statistics have one
-    column."""
+    """That of an input, a row statistic (of one column) or a result, by its name."""
     sides = [question.offsets(of).astype(np.int64) for of in "qk"]
     of_keys = side_of(name) == "k"
     like = question.v if name.endswith(("out", "v")) else question.q  # "sliding out" too
@@ -222,8 +220,7 @@ def _by_remainder(g: Geometry) -> At:
 
 
 def rows(question: Question, least: int = 1) -> Iterator[Map]:
-    """Other rows of the same sequence, as tiles and instructions may take them; of tiles that look
-    alike large ones first."""
+    """Other rows of the same sequence, as tiles or instructions take them, large ones first."""
     longest = max((*question.lengths_q, *question.lengths_k), default=0)
     for by in (by for by in BITS[::-1] if least <= by < longest):
         yield from (of_rows(words, by) for words in [*ROWS][: len(ROWS) if by > 1 else 4])
@@ -340,8 +337,7 @@ def layouts(statistics: bool, grouped: bool = False) -> Iterator[Map]:
 
 
 def families(question: Question, statistics: bool) -> list[Map]:
-    """All maps of row statistics, or of what has columns; but for rows of the latter, which are of
-    one product."""
+    """All maps of row statistics, or of what has columns, whose rows are of one product alone."""
     inside = rows(question) if statistics else ()
     grouped = question.group > 1 and question.num_heads_kv > 1
     return [*layouts(statistics, grouped), *heads(question), *inside, *sequences(question)]

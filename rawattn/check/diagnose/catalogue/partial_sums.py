@@ -1,8 +1,7 @@
 """The softmax made of parts of the keys: tiles one after the other, and splits that are merged.
 
 Every part has its maximum, and sums taken against it: of its weights (row_sum), of P V (out), and
-in forward mode of P o E (e) and (P o E) V + P tV (tout). A result is made of the sums of all parts,
-each with a weight of its own; the tables are of wrong weights.
+in forward mode of P o E (e) and (P o E) V + P tV (tout); the tables are of wrong weights of parts.
 """
 
 from collections.abc import Callable, Mapping, Sequence

@@ -2,8 +2,7 @@
 
 A bug is mostly a product that reads another value for one of its operands: P o E for a P' without
 e. ``SITES`` names the places that read, ``at`` plants other values there. ``terms`` are what
-results are sums of, each as often as one likes. Many are what autograd makes of a first backward
-pass in which something is a constant to it that depends on the inputs. Long by the tables.
+results are sums of, each as often as one likes. Long by the tables.
 """
 
 from collections.abc import Callable, Iterator, Sequence

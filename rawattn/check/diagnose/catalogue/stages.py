@@ -56,8 +56,7 @@ ALL = 1 << 30  # one tile for all of the other side
 
 
 def candidates(question: Question, stage: str, wrong: Collection[str], b: int) -> Iterator[Bug]:
-    """All of a stage of dense attention that change something ``wrong``, to be tried on sequence
-    ``b`` first."""
+    """All of a dense stage that change something ``wrong``, to be tried on sequence ``b`` first."""
     if question.sparse:
         return
     if stage in FIRST:
@@ -161,9 +160,8 @@ def _of_loops(question: Question, stage: str, wrong: set[str], b: int) -> Iterat
 def _loop(
     over: str, tile: int, outer: int, down: bool, which: Which, seen: Ints
 ) -> list[tuple[Ints, Ints]]:
-    """For every tile of ``outer`` on the other side which rows are taken for those that the loop
-    ``over`` keys or queries comes to, and which ones of the other side are in it; of those that
-    take the same once."""
+    """For every tile of ``outer`` on the other side which rows the loop ``over`` keys or queries
+    takes, and which ones of the other side are in it; of those that take the same once."""
     seen = seen if over == "keys" else seen.T
     row, found = np.arange(seen.shape[1]), list[tuple[Ints, Ints]]()
     for start in range(0, len(seen), outer):

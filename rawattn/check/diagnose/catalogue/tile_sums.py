@@ -1,7 +1,6 @@
 """Gradients and tangents whose sums over tiles lack some, or have others too.
 
-``candidates`` are the product of the terms of these sums with what may befall a loop over tiles: of
-keys for dq, gq, e and tout, of queries for dk, dv, gk and gv.
+Loops are over tiles of keys for dq, gq, e and tout, of queries for dk, dv, gk and gv.
 """
 
 from collections.abc import Callable, Collection, Iterator

@@ -1,7 +1,6 @@
 """How much has been computed, which ends a search at one place on busy machines and on idle ones.
 
-A unit is about a millisecond of one idle core. Limits are sums of it, as ``time.perf_counter()``
-would be of seconds; where one is met something was not tried, and ``cuts`` counts it.
+A unit is about a millisecond of one idle core. Where a limit is met something was not tried.
 """
 
 _total = {"spent": 0.0, "cuts": 0.0}

@@ -123,8 +123,7 @@ _READ: dict[str, tuple[Callable[[np.ndarray], Any], str]] = {
 
 
 def options_of(arrays: dict[str, Any]) -> dict[str, Any]:
-    """The options of a Question, as far as they are said; None where one is said to be none, so
-    that of another file does not count."""
+    """The options of a Question, as far as they are said; None where one is said to be none."""
     found: dict[str, Any] = {name: None for name in OPTIONAL if name in arrays}
     for name in (name for name in OPTIONS if arrays.get(name) is not None):
         read, want = _READ[name]

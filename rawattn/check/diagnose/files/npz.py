@@ -1,8 +1,8 @@
 """Questions and answers in .npz files, of one run or two; kernels of any language can be judged.
 
-``dump`` writes the names and shapes of rawattn. What is read may come from elsewhere: other names,
-a batch, padding behind the sequences, bfloat16 as 16-bit integers or widened. What cannot be read
-is a ValueError; what had to be guessed or left out is a note. Long by what two files may lack.
+``dump`` writes the names and shapes of rawattn. What is read may come from elsewhere, with a batch,
+padding, or bfloat16 as 16-bit integers. What cannot be read is a ValueError; what had to be guessed
+or left out is a note. Long by what two files may lack.
 """
 
 import json
@@ -73,8 +73,7 @@ def dump(path: str | Path, question: Question, answers: Answers, **said: int) ->
 
 
 def read(path: str | Path, frame: Frame | None = None) -> Saved:
-    """What ``path`` holds, with notes; ValueError for what cannot be read. ``frame``: that of
-    another file, for one without inputs."""
+    """What ``path`` holds; ValueError if it cannot be read. frame: of another, if q, k, v lack."""
     raw, about, notes = entries.of_file(Path(path))
     matrices = {name: raw.pop(name) for name in MADE if name in raw}
     try:
@@ -126,11 +125,9 @@ class Pair:
 
 
 def load_two(one: str | Path, other: str | Path | None = None) -> Pair:
-    """Two files with what each is judged by, or one alone. A file without q, k and v is read in the
-    light of the other, and has all of its inputs. One that has them takes over what it does not say
-    where these are the same in both; but not dlse, nor the out and lse that a backward pass was
-    given, which without them were its own. ValueError where a file has only some of its inputs, and
-    they are not those of the other."""
+    """Two files with what each is judged by, or one alone. A file without q, k and v has all inputs
+    of the other. One that has them takes over what it does not say where these are the same; but
+    not dlse, nor the out and lse that a backward pass was given."""
     a = read(one)
     if other is None:
         return Pair((a,), (a.question,))

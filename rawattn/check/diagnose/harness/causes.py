@@ -1,5 +1,4 @@
-"""Which fault of a comparison explains the wrong results that it lets pass. Long by the list of the
-faults."""
+"""Which fault of a comparison explains the wrong results that it lets pass."""
 
 from collections.abc import Iterator, Sequence
 from typing import NamedTuple

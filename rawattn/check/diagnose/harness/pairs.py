@@ -1,7 +1,6 @@
 """What a comparison is fed: right results, and wrong ones of every kind, each with its reference.
 
-What counts as wrong leaves room for rounding: an error above GENEROUS units of the dtype's
-rounding (eps) of the largest element.
+Wrong is an error above GENEROUS units of the dtype's rounding (eps) of the largest element.
 """
 
 import math

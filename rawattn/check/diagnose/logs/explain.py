@@ -1,8 +1,7 @@
 """What a text log can prove: tensors that somebody printed, read back and judged.
 
 A print holds a few digits of a few corners, so little can be recomputed from it, but much can be
-excluded. ``printed`` reads, ``pairs`` fits the entries that both sides print; here a side is
-checked alone, by its rows, and it is named why two sides differ. Long by what each rule has to say.
+excluded: by the rows of a side alone, and by how two sides differ. Long by what rules have to say.
 """
 
 import math

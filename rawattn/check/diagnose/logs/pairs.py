@@ -28,8 +28,7 @@ class Pair:
     """Two tensors of one quantity of which the same entries are printed. sides: whose they are.
     finite: entries that are numbers on both sides; the difference of others is 0. size: the larger
     side's root mean square. digits: how far two prints of one number may lie apart. alike: entries
-    that are equal but for rounding, NaN and infinities among them. agrees: whether rounding
-    explains every difference."""
+    that are equal but for rounding, NaN and infinities too. agrees: all are."""
 
     def __init__(self, a: Printed, b: Printed, sides: tuple[str, str]) -> None:
         self.a, self.both, self.sides = a, (a, b), sides

@@ -1,5 +1,4 @@
-"""Bugs of block_scale in block-sparse attention: which slot it is for, what it multiplies, and what
-its gradient holds."""
+"""Bugs of block_scale: which slot it is for, what it multiplies, and what its gradient holds."""
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace

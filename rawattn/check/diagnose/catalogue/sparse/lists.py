@@ -180,8 +180,7 @@ OF_PLACES |= {"the mask": ("bound",)}
 
 
 def misread(question: Question) -> Iterator[Bug]:
-    """Lists that are read by a map, alone or with what belongs to them, and queries that stand at
-    another key."""
+    """Lists that are read by a map, alone or together, and queries that stand at another key."""
     stages, names = tuple(STAGES), ["block_indices"]
     names += ["block_counts"] * (question.block_counts is not None)
     alone = [names[:1], names[1:], names][: 2 * len(names) - 1]

@@ -41,8 +41,7 @@ def _bugs(question: Question) -> Iterator[Bug]:
 
 
 def of_weights(question: Question) -> Iterator[Bug]:
-    """All that change who sees whom, how often, or the factors of scores, whether they show here
-    or not."""
+    """All that change who sees whom, how often, or by what factor, whether they show or not."""
     yield from (Bug(name, words, see=listed(change)) for name, words, change in rows(question))
     if question.block_scale is not None:
         yield from gates.bugs(question, lambda see: True)
@@ -51,8 +50,7 @@ def of_weights(question: Question) -> Iterator[Bug]:
 
 
 def candidates(question: Question, stage: str, wrong: Collection[str]) -> Iterator[Bug]:
-    """More of a stage, to be tried on one sequence: arrays that are read elsewhere, parts of walks,
-    and what dense passes have too."""
+    """More of a stage, tried on one sequence: other arrays, parts of walks, tiles."""
     sizes = (size for size in TILES if size < 2 * max(question.lengths_k))
     of_tiles = (bug for size in sizes for bug in tiles(question, size))
     every = chain(misread(question), gates.misread(question), walks.bugs(question, wrong), of_tiles)
