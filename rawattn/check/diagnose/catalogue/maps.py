@@ -137,6 +137,7 @@ def _taken(x: Floats, at: At, nothing: float) -> Floats:
 # ---- rows and heads ---------------------------------------------------------------------------
 
 WHOLE = "zeros for rows of a partial last tile of {}"
+TILED, LAST = "row i // {0} * {0}", "the last row of its tile of {}"
 ROWS: dict[str, Callable[[Ints, int, Ints], Ints]] = {  # row i of n; the last ones of tiles
     "row i + {}": lambda i, by, n: i + by,
     "row i - {}": lambda i, by, n: i - by,
@@ -150,7 +151,8 @@ ROWS: dict[str, Callable[[Ints, int, Ints], Ints]] = {  # row i of n; the last o
     ),
     WHOLE: lambda i, by, n: np.where(i < n // by * by, i, -NOWHERE),
     "row i % {}": lambda i, by, n: i % by,
-    "row i // {0} * {0}": lambda i, by, n: i - i % by,
+    TILED: lambda i, by, n: i - i % by,
+    LAST: lambda i, by, n: np.minimum(i - i % by + by, n) - 1,
     "rows of the last tile of {} in the first one, nothing behind it": lambda i, by, n: np.where(
         i < by, (n - 1 - i) // by * by + i, -NOWHERE
     ),

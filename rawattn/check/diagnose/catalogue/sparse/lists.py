@@ -192,11 +192,11 @@ def misread(question: Question) -> Iterator[Bug]:
         for t in TILES:
             see = listed(_only(partial(_counts_of_tile, t, of)))
             yield Bug(MISREAD, f"block_counts, the {words} of a tile of {t} queries", stages, see)
-    tiles: dict[str, Number] = {}
-    for t in TILES:
-        tiles[f"where query i // {t} * {t} stands"] = partial(_of_tile, t)
-        tiles[f"where the last query of its tile of {t} stands"] = partial(_of_last, t)
-    for (words, number), (what, fields) in product((PLACES | tiles).items(), OF_PLACES.items()):
+    places = PLACES | {
+        f"where {words.format(t)} stands": partial(_of_row, words, t)
+        for t, words in product(TILES, (maps.TILED, maps.LAST))
+    }
+    for (words, number), (what, fields) in product(places.items(), OF_PLACES.items()):
         see = listed(where(**dict.fromkeys(fields, number)))
         yield Bug(PLACE, f"{what}: {words}", stages, see)
         if fields == ("bound",):
@@ -208,11 +208,9 @@ def misread(question: Question) -> Iterator[Bug]:
 def maps_of(question: Question) -> Iterator[maps.Map]:
     """Where the lists of a query may be looked for."""
     longest = max(question.lengths_q, default=0)
-    for t in (t for t in TILES if t < longest):
-        yield maps.of_rows("row i // {0} * {0}", t)
-        yield maps.Map("rows", f"the last row of its tile of {t}", partial(_last_of_tile, t))
-    for words, by in product(("row i + {}", "row i - {}", "row i % {}"), (1, *TILES)):
-        if by < longest and (by > 1 or "%" not in words):
+    ways = (maps.TILED, maps.LAST, "row i + {}", "row i - {}", "row i % {}")
+    for words, by in product(ways, (1, *TILES)):
+        if by < longest and (by > 1 or words in ways[2:4]):
             yield maps.of_rows(words, by)
     beyond = len(question.k) > len(question.q)  # the last list it may be taken
     for of in maps.sequences(question):
@@ -223,11 +221,6 @@ def maps_of(question: Question) -> Iterator[maps.Map]:
     if np.asarray(question.block_indices).shape[1] > 1:
         yield from [*maps.heads(question)][:3]  # others are of groups
     yield from maps.layouts(False)
-
-
-def _last_of_tile(t: int, g: maps.Geometry) -> maps.At:
-    row = g.row
-    return g.everywhere._replace(t=row.start + np.minimum(row.i // t * t + t, row.n) - 1)
 
 
 def _within(by: maps.Map, g: maps.Geometry) -> maps.At:
@@ -245,13 +238,10 @@ def moved(by: maps.Map, names: Sequence[str], x: Lists) -> Lists:
     return replace(lists_of(replace(x.question, **found)), question=x.question)
 
 
-def _of_tile(tile: int, x: Lists) -> Ints:
-    return np.asarray(x.place - x.row % tile)
-
-
-def _of_last(tile: int, x: Lists) -> Ints:
+def _of_row(words: str, tile: int, x: Lists) -> Ints:
+    """The place of another query of the sequence, which ``maps`` has these words for."""
     n = by_token(x.question, x.question.lengths_q)
-    return np.asarray(x.place - x.row + np.minimum(x.row // tile * tile + tile, n) - 1)
+    return np.asarray(x.place - x.row + maps.ROWS[words](x.row, tile, n))
 
 
 def _counts_of_tile(tile: int, of: Callable[..., Ints], x: Lists) -> Ints:
