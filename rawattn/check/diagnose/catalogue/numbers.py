@@ -21,7 +21,6 @@ LSES: tuple[tuple[str, str, Lse], ...] = (
     ("lse-base-2", "log2", lambda L, top, s: L * LOG2_E),
     ("lse-base-2", "ln 2 times", lambda L, top, s: L / LOG2_E),
     ("lse-without-max", "", lambda L, top, s: L - top),
-    ("lse-without-max", "the maximum alone", lambda L, top, s: top),
 )
 
 
@@ -30,9 +29,7 @@ def _scales(question: Question) -> dict[str, float]:
     s, d, d_v = question.scale, question.q.shape[2], question.v.shape[2]
     found = {"1": 1.0, "1 / d": 1 / d, "1 / sqrt(d)": d**-0.5, "1 / sqrt(head_dim_v)": d_v**-0.5}
     found |= {"sqrt(d)": d**0.5, "s * s": s * s, "s * log2(e)": s * LOG2_E, "s * ln 2": s / LOG2_E}
-    found |= {"log2(e)": LOG2_E, "2 s": 2 * s, "s / 2": s / 2}
-    found["s / sqrt(d), the default on top of a given one"] = s * d**-0.5
-    return found | {"1 / sqrt(num_heads_q * d)": (d * question.num_heads_q) ** -0.5}
+    return found | {"s / sqrt(d), the default on top of a given one": s * d**-0.5}
 
 
 def of_scores(question: Question) -> Iterator[Bug]:

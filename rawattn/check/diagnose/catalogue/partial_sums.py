@@ -230,17 +230,9 @@ WEIGHTS: dict[str, Weights] = {text: partial(_shares, taken) for text, taken in 
 }
 
 
-def _by_exp2(p: Parts) -> Floats:
-    """The largest lse, and the logarithm of a sum by exp2."""
-    top = p.lses.max(axis=0)
-    return np.asarray(top + np.log(np.exp2(p.lses - _finite(top)).sum(axis=0)))
-
-
 LSES: dict[str, Callable[[Parts], Floats]] = {
     **{text: partial(_whole, taken) for text, taken in TAKEN.items()},
-    "ln of a sum by exp2, from the largest": _by_exp2,
     "the largest of the parts": lambda p: p.lses.max(axis=0),
-    "that of the last part": lambda p: p.lses[-1],
 }
 
 

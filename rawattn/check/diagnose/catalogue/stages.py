@@ -12,7 +12,7 @@ from rawattn.check.diagnose.catalogue import inputs, maps
 from rawattn.check.diagnose.catalogue.masks import Window, bounds
 from rawattn.check.diagnose.catalogue.reading import taken
 from rawattn.check.diagnose.catalogue.second_order import of_one_pass
-from rawattn.check.diagnose.engine.attention import BACKWARD, FIRST, TILES, Bug, View, Views
+from rawattn.check.diagnose.engine.attention import FIRST, TILES, Bug, View, Views
 from rawattn.check.diagnose.engine.question import Answers, Question
 from rawattn.check.diagnose.engine.steps import STEPS, Context, Floats, changed
 from rawattn.reference.dense import allowed
@@ -60,7 +60,7 @@ def candidates(question: Question, stage: str, wrong: Collection[str], b: int) -
     if question.sparse:
         return
     if stage in FIRST:
-        yield from _of_sequences(question, stage)
+        yield from _of_sequences(question)
         yield from _of_tails(question)
     loops = _of_loops(question, stage, {*wrong}, b)
     if stage != "second" or not inputs.OF_FIRST_PASS & {*wrong}:
@@ -70,30 +70,22 @@ def candidates(question: Question, stage: str, wrong: Collection[str], b: int) -
 # ---- sequences in each other's place, rest of tiles -------------------------------------------
 
 
-def _of_sequences(question: Question, stage: str) -> Iterator[Bug]:
-    """Keys of another sequence, all of them, or from another row on, which gradients go to."""
-    g, lengths = maps.geometry(question, "k"), np.array(question.lengths_k)
+def _of_sequences(question: Question) -> Iterator[Bug]:
+    """Keys of another sequence, all of them, which gradients go to."""
     for words, other in maps.OTHERS.items() if question.batch > 1 else ():
-        of = np.minimum(other(g), question.batch - 1)
-        see = partial(_keys_of, g.offsets[of], lengths[of])
-        yield Bug("offsets-shifted", f"the keys are those of {words}", FIRST, see)
-    see = partial(_keys_of, g.others[:-1], np.diff(g.others))
-    yield Bug("offsets-shifted", "the keys are those of the other side's offsets", FIRST, see)
-    for words, start in maps.origins(question).items() if stage == "backward" else ():
-        see, text = partial(_keys_of, start(g), lengths), f"k, v are read, dk, dv stored by {words}"
-        yield Bug("offsets-shifted", text, BACKWARD, see, store=_all)
+        of = np.minimum(other(maps.geometry(question, "k")), question.batch - 1)
+        form = f"the keys are those of {words}"
+        yield Bug("offsets-shifted", form, FIRST, partial(_keys_of, of))
 
 
-def _keys_of(starts: Ints, lengths: Ints, question: Question, views: Views) -> Sequence[View]:
-    """So many keys from these rows on for every sequence; what lies outside is nothing."""
+def _keys_of(of: Ints, question: Question, views: Views) -> Sequence[View]:
+    """The keys of the sequences ``of`` in the place of everyone's own."""
     found = []
     for view in views:
-        b = view.sequence
-        keys = np.arange(starts[b], starts[b] + lengths[b])
-        there = (keys >= 0) & (keys < len(question.k))
-        weight = allowed(len(view.rows), len(keys), question.mask_window) & there
-        keys = np.where(there, keys, -1)
-        found.append(replace(view, keys=keys, weight=weight[None].astype(np.float64)))
+        b = of[view.sequence]
+        start, length = question.cu_seqlens_k[b], question.lengths_k[b]
+        weight = allowed(len(view.rows), length, question.mask_window)[None].astype(np.float64)
+        found.append(replace(view, keys=np.arange(start, start + length), weight=weight))
     return found
 
 

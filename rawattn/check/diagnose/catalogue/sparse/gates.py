@@ -29,7 +29,9 @@ def bugs(question: Question, different: Callable[[See], bool]) -> Iterator[Bug]:
     rows += LEFT_OUT if np.any(np.asarray(question.block_scale) != 1) else ()
     yield from (Bug(name, words, stages, steps=steps) for name, words, stages, steps in rows)
     others = {words: listed(change) for words, change in CHANGES.items()}
-    others |= {f"that of {words}": partial(_by_place, *how) for words, how in PLACES.items()}
+    for own, more in ((False, ""), (True, ", the own one among them")):
+        words = f"that of its place in the sorted list of blocks{more}"
+        others[words] = partial(_by_place, own)
     for words, see in others.items():
         if different(see):
             yield Bug(ORDER, words, see=see)
@@ -119,12 +121,6 @@ def _taken(question: Question, by: maps.Map) -> Floats:
 Slots = Callable[[Ints, Ints, int], Ints]
 SLOTS: dict[str, Slots] = {
     "that of the last slot for the own block": lambda slot, own, n: slot % n,
-    "that of the first slot for the own block": lambda slot, own, n: np.maximum(slot, 0),
-    "the next slot's": lambda slot, own, n: np.where(slot < 0, slot, (slot + 1) % n),
-    "that of the slot before": lambda slot, own, n: np.where(slot < 0, slot, (slot - 1) % n),
-    "that of the slot counted from behind": lambda slot, own, n: np.where(
-        slot < 0, slot, n - 1 - slot
-    ),
     "1 for the own block where a slot names it": lambda slot, own, n: np.where(own, -1, slot),
 }
 
@@ -142,27 +138,17 @@ def _in_slots(of: Slots, question: Question, views: Sequence[View]) -> Sequence[
     return found
 
 
-PLACES = {  # by which slots may be numbered: ascending, counting the own block, and those behind it
-    "its place in the list, without padding and repeats": (False, False, False),
-    "its place in the list, without padding, repeats and what is behind": (False, False, True),
-    "its place in the sorted list of blocks": (True, False, True),
-    "its place in the sorted list of blocks, the own one among them": (True, True, True),
-}
-
-
-def _by_place(
-    ascending: bool, own: bool, ends: bool, question: Question, views: Sequence[View]
-) -> Sequence[View]:
-    """The same views, with factors by the place of a block among those that are walked."""
+def _by_place(own: bool, question: Question, views: Sequence[View]) -> Sequence[View]:
+    """The same views, with factors by the place of a block among those that are walked, ascending;
+    ``own``: the own block among them."""
     if not views or views[0].lists is None or not question.slots:
         return views
     x, entry = views[0].lists, np.arange(question.slots + 1)
     here = np.broadcast_to(x.own_block, (*x.named.shape[:2], 1))
     block = np.concatenate([x.named, here], axis=2)
     walked = (x.walked > 0) & (own | (entry < question.slots))
-    walked &= (block <= here) | (not (ends and question.causal))
-    order = block if ascending else np.broadcast_to(entry, block.shape)
-    place = ((order[..., None, :] < order[..., None]) & walked[..., None, :]).sum(axis=3)
+    walked &= (block <= here) | (not question.causal)
+    place = ((block[..., None, :] < block[..., None]) & walked[..., None, :]).sum(axis=3)
     place = np.minimum(place, question.slots - 1)
     found = []
     for view in views:

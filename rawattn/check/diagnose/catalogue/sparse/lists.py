@@ -76,14 +76,6 @@ def _uncut(free: Callable[[Ints, Ints], Any]) -> Change:
     return change
 
 
-def _but_full(named: bool) -> Of:
-    """Slots that count, or own blocks, but for a last block of the sequence that is full."""
-    return lambda x: (
-        (x.counted if named else x.own)
-        & ~((x.whole == x.blocks) & ((x.named if named else x.own_block) == x.blocks - 1))
-    )
-
-
 def _in_32_bits(x: Lists) -> Ints:
     """Blocks by their first key, as an integer of so many bits."""
     return np.asarray(((x.named * x.size + 2**31) % 2**32 - 2**31) // x.size)
@@ -125,12 +117,9 @@ TABLE: tuple[Row, ...] = (  # the first one is of block_counts
     (READ, "if negative from the end", where(named=lambda x: x.named + x.blocks * (x.named < 0))),
     (READ, "past the end as the last block", where(named=lambda x: np.fmin(x.named, x.blocks - 1))),
     (READ, "if negative as the first block", where(named=lambda x: np.maximum(x.named, 0))),
-    (READ, "if negative as the block without the sign", where(named=lambda x: np.abs(x.named))),
     (READ, "by block * block_size in 32 bits", where(named=_in_32_bits)),
     (MISREAD, "block_indices: block n - 1", where(named=lambda x: x.named - 1)),
-    (MISREAD, "block_indices: block n + 1", where(named=lambda x: x.named + 1)),
     (CUT, "a last block that is not full", _only(lambda x: x.counted & (x.named < x.whole))),
-    (CUT, "a last block that is full", where(counted=_but_full(True), own=_but_full(False))),
     (CUT, "without the last one", _only(lambda x: x.counted & (x.slots < x.slots[-1:]))),
     (CUT, "without the last counted", _only(lambda x: x.slots + 1 < x.limit.clip(0, x.slots.size))),
     (COUNTS, "", _only(lambda x: x.named >= 0)),
@@ -171,9 +160,7 @@ def of_heads(of: Ints, factors: Ints, x: Lists) -> Lists:
 Number = Callable[[Lists], Ints]
 PLACES: dict[str, Number] = {  # of a query among the keys
     "at i, without seqlen_k - seqlen_q": lambda x: x.row,
-    "at its token in the pack": lambda x: x.row + x.start,
     "one key further": lambda x: x.place + 1,
-    "one key before": lambda x: x.place - 1,
 }
 OF_PLACES = {"the own block and the mask": ("place", "bound"), "the own block": ("place",)}
 OF_PLACES |= {"the mask": ("bound",)}
@@ -187,12 +174,7 @@ def misread(question: Question) -> Iterator[Bug]:
     for by, some in product(maps_of(question), alone):
         see = listed(partial(moved, by, some))
         yield Bug(MISREAD, f"{' and '.join(some)}, {by.words}", stages, see)
-    most: dict[str, Callable[..., Ints]] = {"most": np.max, "least": np.min}
-    for words, of in most.items() if names[1:] else ():
-        for t in TILES:
-            see = listed(_only(partial(_counts_of_tile, t, of)))
-            yield Bug(MISREAD, f"block_counts, the {words} of a tile of {t} queries", stages, see)
-    places = PLACES | {
+    places: dict[str, Number] = PLACES | {
         f"where {words.format(t)} stands": partial(_of_row, words, t)
         for t, words in product(TILES, (maps.TILED, maps.LAST))
     }
@@ -242,11 +224,3 @@ def _of_row(words: str, tile: int, x: Lists) -> Ints:
     """The place of another query of the sequence, which ``maps`` has these words for."""
     n = by_token(x.question, x.question.lengths_q)
     return np.asarray(x.place - x.row + maps.ROWS[words](x.row, tile, n))
-
-
-def _counts_of_tile(tile: int, of: Callable[..., Ints], x: Lists) -> Ints:
-    """Slots that count by what ``of`` makes of the block_counts of a tile of queries."""
-    limit, first = x.limit.copy(), (x.start + x.row // tile * tile)[:, 0, 0]
-    for token in np.unique(first):
-        limit[first == token] = of(limit[first == token], axis=0)
-    return np.asarray(x.slots < limit)
