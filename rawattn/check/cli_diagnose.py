@@ -97,7 +97,9 @@ def refused(where: str = "") -> Iterator[None]:
 @click.command("explain")
 @click.argument("files", nargs=-1, type=Existing, metavar="[A.npz [B.npz]]")
 @click.option("--log", type=Existing, help="a text with printed tensors, no arrays.")
-@click.option("--class", "class_", metavar="NAME", help="say what a class is, such as dead-rows.")
+@click.option(
+    "--class", "class_", type=click.Choice([*words.KNOWN]), metavar="NAME", help="what it is."
+)
 @showing
 def explain_command(files: tuple[Path, ...], log: Path | None, class_: str | None) -> Told:
     """Say which side is wrong, and which bug it is, from saved arrays or from a printed log.
@@ -111,8 +113,8 @@ def explain_command(files: tuple[Path, ...], log: Path | None, class_: str | Non
     if bool(files) + bool(log) + bool(class_) != 1 or len(files) > 2:
         raise click.UsageError("say one or two .npz files, or --log FILE, or --class NAME")
     if class_:
-        with refused():
-            terminal.show_class(report.console(), class_)
+        known = words.KNOWN[class_]
+        click.echo(f"{class_}: {known.title}\n   = fix:   {known.look_at}")
         sys.exit(0)
     if log:
         with refused(f"{log}: "):

@@ -207,19 +207,15 @@ def _given(question: Question, names: Iterable[str]) -> bool:
     return all(getattr(question, n) is not None for n in names if n in ("dlse", *DIRECTIONS[-1]))
 
 
-def shapes_of(question: Question) -> dict[str, tuple[object, ...]]:
-    """What must agree for one array to stand in another's place; rows past the end do not count."""
-    found: dict[str, tuple[object, ...]] = {}
+def _permuted(question: Question, stage: str) -> Iterator[Bug]:
+    """Two or three of the arrays that a function takes, or saves, for each other; of one shape, in
+    which rows past the end do not count."""
+    backward = stage in ("backward", "second")
+    shapes: dict[str, tuple[object, ...]] = {}
     for name in ("q", "k", "v"):
         lengths = question.lengths_q if name == "q" else question.lengths_k
-        found[name] = found[f"t{name}"] = (lengths, *getattr(question, name).shape[1:])
-    return found | dict.fromkeys(("dout", "out"), (*found["q"][:2], question.v.shape[2]))
-
-
-def _permuted(question: Question, stage: str) -> Iterator[Bug]:
-    """Two or three of the arrays that a function takes, or saves, for each other."""
-    backward = stage in ("backward", "second")
-    shapes = shapes_of(question)
+        shapes[name] = shapes[f"t{name}"] = (lengths, *getattr(question, name).shape[1:])
+    shapes |= dict.fromkeys(("dout", "out"), (*shapes["q"][:2], question.v.shape[2]))
     sets = [("q", "k", "v", *(("dout", "out") if backward else ()))]
     sets += DIRECTIONS[-1:] if stage in ("second", "jvp") else ()
     orders = ((names, order) for names in sets for order in itertools.permutations(names))

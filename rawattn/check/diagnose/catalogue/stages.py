@@ -21,8 +21,6 @@ Ints = np.ndarray
 ORDERS: dict[str, Callable[[Ints], Ints]] = {  # of lengths: which sequence stores when, if it does
     "count as its own": lambda n: n[:0],
     "are stored as its own, the last sequence first": lambda n: np.arange(len(n))[::-1],
-    "are stored as its own, the longest sequence first": lambda n: np.argsort(-n, kind="stable"),
-    "are stored as its own, the shortest sequence first": lambda n: np.argsort(n, kind="stable"),
 }
 Which = Callable[[Ints], Ints]  # of the tiles of all steps, those that are taken
 LOOPS: dict[str, Which] = {

@@ -1,7 +1,6 @@
 """The lists of blocks that queries walk in block-sparse attention.
 
-A list has an entry for every slot, and a last one for the query's own block. Bugs change what the
-entries name, which of them count and how often, and which are cut at the query's position.
+A list has an entry for every slot, and a last one for the query's own block.
 """
 
 from dataclasses import dataclass, replace
