@@ -170,9 +170,8 @@ def dump_command(
 ) -> None:
     """Write inputs and results of a case to a .npz file, for `rawattn-check explain`.
 
-    CASE is one of the standard cases of --list; without one a random problem is made, of --lengths
-    or such as tells most of a kernel; --softcap, --sinks and --seqused add to either. Run your
-    kernel on the inputs, save its results under the same names, and let the two be explained.
+    CASE is one of the standard cases of --list; without one a random problem is made. Run your
+    kernel on its inputs, save the results under the same names, and let the two be explained.
     """
     if listing:
         for one in _standard():
@@ -270,8 +269,7 @@ def _of_files(*files: Path) -> Diagnosis:
 
 def _of_side(name: str, saved: Saved, question: Question, identify: int) -> Diagnosis:
     """The diagnosis of a file; what it lacks to be judged in full is a finding. identify: as in
-    Saved, of this file or of the other. A file of packed questions is judged by the first of its
-    sequences, with what the others tell of them."""
+    Saved, of either file; then the other sequences tell of the first ones, which are judged."""
     if identify:
         with refused(f"{saved.path}: "):
             here, answers, told = read_packed(question, saved.answers, identify)

@@ -182,8 +182,7 @@ def _moved(operand: str, by: Map, c: Context) -> Floats:
 
 
 def rearranged(question: Question, names: Sequence[str]) -> Iterator[Bug]:
-    """Results in another layout, stored at other rows, or added up where others are; all of
-    ``names`` are of one side, as dk and dv are."""
+    """Results, all of one side, in another layout, at other rows, or added up where others are."""
     stages = tuple(stage for stage in STAGES if names[0] in STAGES[stage])
     of_numbers, whose = names[0] in BY_ROW, ", ".join(names)
     for by in [*maps.families(question, of_numbers), *maps.overrun(question)]:
@@ -208,8 +207,7 @@ def _given(question: Question, names: Iterable[str]) -> bool:
 
 
 def _permuted(question: Question, stage: str) -> Iterator[Bug]:
-    """Two or three of the arrays that a function takes, or saves, for each other; of one shape, in
-    which rows past the end do not count."""
+    """Two or three arrays for each other; of one shape, in which rows past the end do not count."""
     backward = stage in ("backward", "second")
     shapes: dict[str, tuple[object, ...]] = {}
     for name in ("q", "k", "v"):

@@ -326,8 +326,7 @@ def _at(read: Order, written: Order, g: Geometry) -> At:
 
 
 def layouts(statistics: bool, grouped: bool = False) -> Iterator[Map]:
-    """Memory of one order that is read in another, of an array or of every sequence; ``grouped``:
-    also of every group of heads in these."""
+    """Memory of one order read in another: an array, a sequence, or, ``grouped``, a group of it."""
     memory, *others = ("ht", "th") if statistics else ("thd", "htd", "tdh", "dht", "dth", "hdt")
     parts = [*((other, False, False) for other in others), (others[0], True, False)]
     for other, each, group in parts + [(others[0], True, True)] * grouped:

@@ -148,8 +148,7 @@ def restore(arrays: Arrays, notes: list[str]) -> None:
 
 
 def narrowed(arrays: Arrays, dtype: np.dtype) -> Arrays:
-    """Those that are wider than ``dtype`` and yet nothing but numbers of it, in it; so many, and
-    not only integers, that it can hardly be by chance."""
+    """Those wider than ``dtype`` that are nothing but numbers of it, hardly by chance, in it."""
     found: Arrays = {}
     for name, array in arrays.items():
         with np.errstate(over="ignore"):

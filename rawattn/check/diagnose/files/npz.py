@@ -204,8 +204,5 @@ def _difference(one: np.ndarray, other: np.ndarray) -> str:
         x, y = (array.astype(coarse).astype(np.float64) for array in (one, other))
         off = np.where((x == y) | (np.isnan(x) & np.isnan(y)), 0.0, np.abs(x - y))
         wrong = ~(off <= 2 * share * np.abs(y) + 2 * least)
-    if not wrong.any():
-        return ""
-    largest = off[np.isfinite(off)].max(initial=0.0)
-    how = f"differs by up to {largest:.3g}" if largest else "is NaN or inf at other places"
-    return f"{how}, in {np.count_nonzero(wrong)} of {wrong.size} numbers"
+    how = f"differs by up to {off.max(initial=0.0):.3g}, in {wrong.sum()} of {wrong.size} numbers"
+    return how if wrong.any() else ""

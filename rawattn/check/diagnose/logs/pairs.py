@@ -72,8 +72,7 @@ def rms(values: Float64) -> float:
 
 
 def paired(found: Sequence[Printed]) -> list[Pair]:
-    """Of two whose names differ in one word, which is the side; where a quantity is named one of
-    them may lack it. By order where a name is printed more than once."""
+    """Of two whose names differ in one word, the side, which one may lack if a kind is named."""
     told = {p: dict(_told(p)) for p in found}
     used: set[object] = set()  # tensors, and of the first of several sides those that have one
     pairs = []

@@ -139,8 +139,7 @@ def _in_slots(of: Slots, question: Question, views: Sequence[View]) -> Sequence[
 
 
 def _by_place(own: bool, question: Question, views: Sequence[View]) -> Sequence[View]:
-    """The same views, with factors by the place of a block among those that are walked, ascending;
-    ``own``: the own block among them."""
+    """Views with factors by a block's place among those walked, ascending; ``own``: its own too."""
     if not views or views[0].lists is None or not question.slots:
         return views
     x, entry = views[0].lists, np.arange(question.slots + 1)
