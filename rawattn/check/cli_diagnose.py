@@ -1,7 +1,5 @@
-"""The subcommands of rawattn-check that name bugs: explain, dump, harness.
-
-They leave with 0 where nothing is wrong, and with 1 where something is. Long by options and help.
-"""
+"""The subcommands that name bugs: explain, dump, harness. They leave with 0 where nothing is wrong,
+and with 1 where something is. Long by options and help texts."""
 
 import json
 import shlex

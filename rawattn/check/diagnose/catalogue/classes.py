@@ -1,7 +1,5 @@
-"""The bug classes: what each is called in plain words, and where to look for it.
-
-A title completes "the bug: ..."; of two classes that fit the same numbers the first one is named.
-"""
+"""The bug classes: a title, which completes "the bug: ...", and where to look. Where two fit the
+same numbers, the earlier one is named."""
 
 import re
 from typing import NamedTuple

@@ -1,7 +1,4 @@
-"""The catalogue of bugs in the forward pass and its gradients, in the forms that kernels have them.
-
-Masks, numbers and tiles have modules of their own; ``judge.proofs`` has what cannot be planted.
-"""
+"""The catalogue of bugs in the forward pass and its gradients, as kernels have them."""
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace

@@ -1,7 +1,4 @@
-"""Bugs of what is read: arrays in each other's place, misread layouts, misplaced row statistics.
-
-``candidates``, places that read by ``maps`` of what is read instead, are tried on one sequence.
-"""
+"""Bugs of what is read: arrays in each other's place, misread layouts, misplaced row statistics."""
 
 import itertools
 from collections.abc import Collection, Iterable, Iterator, Sequence

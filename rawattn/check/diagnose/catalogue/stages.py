@@ -18,10 +18,7 @@ from rawattn.check.diagnose.engine.steps import STEPS, Context, Floats, changed
 from rawattn.reference.dense import allowed
 
 Ints = np.ndarray
-ORDERS: dict[str, Callable[[Ints], Ints]] = {  # of lengths: which sequence stores when, if it does
-    "count as its own": lambda n: n[:0],
-    "are stored as its own, the last sequence first": lambda n: np.arange(len(n))[::-1],
-}
+TAILS = {"count as its own": False, "are stored as its own, the last sequence first": True}
 Which = Callable[[Ints], Ints]  # of the tiles of all steps, those that are taken
 LOOPS: dict[str, Which] = {
     "of the step before": lambda tiles: np.append(tiles[:1], tiles[:-1]),
@@ -94,26 +91,22 @@ def _all(question: Question, answers: Answers) -> Answers:
 
 def _of_tails(question: Question) -> Iterator[Bug]:
     """Rows of q behind a sequence, up to the end of its last tile."""
-    for tile, (words, order) in product(TILES, ORDERS.items()) if question.batch > 1 else ():
+    for tile, (words, stored) in product(TILES, TAILS.items()) if question.batch > 1 else ():
         text = f"rows of q behind a sequence, up to the end of its last tile of {tile}, {words}"
-        yield Bug("neighbour-leak", text, FIRST, partial(_owned, tile, order), store=_all)
+        yield Bug("neighbour-leak", text, FIRST, partial(_owned, tile, stored), store=_all)
 
 
-def _owned(
-    tile: int, order: Callable[[Ints], Ints], question: Question, views: Views
-) -> Sequence[View]:
-    """Views with the rest of their last tile, of which the last one in an ``order`` overwrites."""
+def _owned(tile: int, stored: bool, question: Question, views: Views) -> Sequence[View]:
+    """Views with the rest of their last tile, which, ``stored``, overwrites the sequence behind."""
     starts, lengths = np.asarray(question.cu_seqlens_q)[:-1], np.array(question.lengths_q)
     stops = np.minimum(starts + -(-lengths // tile) * tile, len(question.q))
     owner = np.full(len(question.q), -1)
-    turns = order(lengths)
-    for b in turns:
+    for b in range(question.batch)[::-1]:
         owner[starts[b] : stops[b]] = b
     found = []
     for view in views:
-        rows = np.arange(starts[view.sequence], stops[view.sequence])
-        if len(turns):
-            rows = np.flatnonzero(owner == view.sequence)
+        b = view.sequence
+        rows = np.flatnonzero(owner == b) if stored else np.arange(starts[b], stops[b])
         found.append(Window(*bounds(question)).of(question, replace(view, rows=rows)))
     return found
 

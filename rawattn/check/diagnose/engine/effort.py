@@ -1,7 +1,5 @@
-"""How much has been computed, which ends a search at one place on busy machines and on idle ones.
-
-A unit is about a millisecond of one idle core. Where a limit is met something was not tried.
-"""
+"""How much has been computed, in milliseconds or so of one idle core, which ends a search at one
+place on busy machines and on idle ones."""
 
 _total = {"spent": 0.0, "cuts": 0.0}
 

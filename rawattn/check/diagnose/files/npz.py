@@ -1,9 +1,6 @@
 """Questions and answers in .npz files, of one run or two; kernels of any language can be judged.
-
-``dump`` writes the names and shapes of rawattn. What is read may come from elsewhere, with a batch,
-padding, or bfloat16 as 16-bit integers. What cannot be read is a ValueError; what had to be guessed
-or left out is a note. Long by what two files may lack.
-"""
+What cannot be read is a ValueError; what had to be guessed or left out is a note. Long by what two
+files may lack."""
 
 import json
 import math

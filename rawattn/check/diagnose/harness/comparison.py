@@ -1,7 +1,5 @@
-"""Would this comparison notice? A comparison function is fed wrong results, and right ones.
-
-``compare(x, ref)`` says whether x is right: by its truth value, or by an AssertionError.
-"""
+"""A comparison function is fed wrong results, and right ones. ``compare(x, ref)`` says whether x is
+right: by its truth value, or by an AssertionError."""
 
 import contextlib
 import io

@@ -1,8 +1,5 @@
-"""What a text log can prove: tensors that somebody printed, read back and judged.
-
-A print holds a few digits of a few corners, so little can be recomputed from it, but much can be
-excluded: by the rows of a side alone, and by how two sides differ. Long by what rules have to say.
-"""
+"""What printed tensors prove. Little can be recomputed from a few digits of a few corners, but much
+excluded: by the rows of a side alone, and by how two sides differ. Long by its rules."""
 
 import math
 import re

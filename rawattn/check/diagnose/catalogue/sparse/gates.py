@@ -121,6 +121,7 @@ def _taken(question: Question, by: maps.Map) -> Floats:
 Slots = Callable[[Ints, Ints, int], Ints]
 SLOTS: dict[str, Slots] = {
     "that of the last slot for the own block": lambda slot, own, n: slot % n,
+    "that of the first slot for the own block": lambda slot, own, n: np.maximum(slot, 0),
     "1 for the own block where a slot names it": lambda slot, own, n: np.where(own, -1, slot),
 }
 
