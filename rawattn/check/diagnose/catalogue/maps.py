@@ -1,8 +1,5 @@
-"""Where an array may be read or stored by mistake: one vocabulary of index maps.
-
-A map says for every place (token, head, column) which place is taken for it. It knows no array but
-a ``Geometry``, so that the same map moves q, rows of dk and the numbers of lse, in every stage.
-"""
+"""Where an array may be read or stored by mistake: a map says for every place (token, head, column)
+which one is taken for it. It knows no array but a ``Geometry``, and so moves q, rows of dk and lse."""
 
 import itertools
 from collections.abc import Callable, Iterator

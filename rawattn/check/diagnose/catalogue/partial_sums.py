@@ -1,8 +1,6 @@
-"""The softmax made of parts of the keys: tiles one after the other, and splits that are merged.
-
-Every part has its maximum, and sums taken against it: of its weights (row_sum), of P V (out), and
-in forward mode of P o E (e) and (P o E) V + P tV (tout); the tables are of wrong weights of parts.
-"""
+"""The softmax made of parts of the keys, tiles one after the other or splits that are merged. Every
+part has its maximum, and sums taken against it: of its weights (row_sum), of P V (out), and in
+forward mode of P o E (e) and (P o E) V + P tV (tout); the tables are of wrong weights of parts."""
 
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial

@@ -1,9 +1,8 @@
 """Attention and its derivatives with a bug planted in it, one equation a step.
 
 A problem falls into views: the queries of one key/value head of one sequence, the keys that they
-look at, and how often each query sees each key. A bug changes the views (who sees whom), replaces
-steps (how something is computed), or rearranges what a stage has stored; with none of these the
-results are those of ``rawattn.reference``. Long, since all stages are made of the same views.
+look at, and how often. A bug changes views, replaces steps, or rearranges what a stage has stored;
+with none the results are those of ``rawattn.reference``. Long, since all stages share the views.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
