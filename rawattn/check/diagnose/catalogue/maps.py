@@ -1,5 +1,5 @@
 """Where an array may be read or stored by mistake: a map says for every place (token, head, column)
-which one is taken for it. It knows no array but a ``Geometry``, and so moves q, rows of dk and lse."""
+which one is taken for it. It knows no array but a ``Geometry``, and moves q, dk and lse alike."""
 
 import itertools
 from collections.abc import Callable, Iterator

@@ -227,7 +227,7 @@ def _with_bend(factor: float) -> dict[str, Step]:
 
 
 def of_one_pass(bug: Bug, first: bool = False) -> Bug:
-    """A bug of one pass of a double backward: the ``first`` (ddout, ddlse, e, W), or the second."""
+    """A bug of one pass of a double backward, the ``first`` (ddout, ddlse, e, W) or the second."""
 
     @lru_cache(maxsize=2)
     def wrong(question: Question, given: Same | None) -> Answers:

@@ -1,4 +1,4 @@
-"""The equations of attention, a step each, named as in ``reference``: X = Q K^T, Y = s X, S = G Y, t
+"""The equations of attention, a step each, as in ``reference``: X = Q K^T, Y = s X, S = G Y, t
 for tangents. ``cap`` is Y behind a softcap, with its derivatives, P0 the weight of a sink."""
 
 import math
