@@ -1,8 +1,5 @@
-"""The subcommands of rawattn-check that name bugs: explain, dump, harness.
-
-They leave with 0 where nothing is wrong, and with 1 where something is. What ``diff`` ends with is
-in ``diagnose.judge.failures``. Long by options and help texts, which stand together.
-"""
+"""The subcommands that name bugs: explain, dump, harness. They leave with 0 where nothing is wrong,
+and with 1 where something is. Long by options and help texts."""
 
 import json
 import shlex
@@ -98,24 +95,24 @@ def refused(where: str = "") -> Iterator[None]:
 @click.command("explain")
 @click.argument("files", nargs=-1, type=Existing, metavar="[A.npz [B.npz]]")
 @click.option("--log", type=Existing, help="a text with printed tensors, no arrays.")
-@click.option("--class", "class_", metavar="NAME", help="say what a class is, such as dead-rows.")
+@click.option(
+    "--class", "class_", type=click.Choice([*words.KNOWN]), metavar="NAME", help="what it is."
+)
 @showing
 def explain_command(files: tuple[Path, ...], log: Path | None, class_: str | None) -> Told:
     """Say which side is wrong, and which bug it is, from saved arrays or from a printed log.
 
     A.npz holds inputs and results of one run of attention, of any language: q, k, v, cu_seqlens,
     causal, dout, out, lse, dq, dk, dv, and what else there is, by these or other usual names; with
-    a batch also layout (bthd, bhtd) and, where there is padding, lengths. A single file is compared
-    with the float64 attention of its inputs. With B.npz both sides are judged, each by its own
-    inputs; a file without q, k, v has those of the other. What a file with q, k, v does not say
-    (dout, causal) is taken from the other where these are equal, except dlse.
-    `rawattn-check dump` writes such a file.
+    a batch also layout (bthd, bhtd) and, where there is padding, lengths. `rawattn-check dump`
+    writes such a file. A single one is compared with the float64 attention of its inputs. With
+    B.npz both sides are judged; what a file does not say is as in the other, except dlse.
     """
     if bool(files) + bool(log) + bool(class_) != 1 or len(files) > 2:
         raise click.UsageError("say one or two .npz files, or --log FILE, or --class NAME")
     if class_:
-        with refused():
-            terminal.show_class(report.console(), class_)
+        known = words.KNOWN[class_]
+        click.echo(f"{class_}: {known.title}\n   = fix:   {known.look_at}")
         sys.exit(0)
     if log:
         with refused(f"{log}: "):
@@ -171,9 +168,8 @@ def dump_command(
 ) -> None:
     """Write inputs and results of a case to a .npz file, for `rawattn-check explain`.
 
-    CASE is one of the standard cases of --list; without one a random problem is made, of --lengths
-    or such as tells most of a kernel; --softcap, --sinks and --seqused add to either. Run your
-    kernel on the inputs, save its results under the same names, and let the two be explained.
+    CASE is one of the standard cases of --list; without one a random problem is made. Run your
+    kernel on its inputs, save the results under the same names, and let the two be explained.
     """
     if listing:
         for one in _standard():
@@ -231,9 +227,8 @@ def dump_command(
 def harness_command(compare: str, framework: str | None, dtypes: tuple[str, ...]) -> Told:
     """Show which wrong results a comparison function lets pass.
 
-    COMPARE(x, ref) is somebody's test: it returns whether x is right, or raises AssertionError. It
-    is fed wrong results (scaled, shifted, zeroed, NaN, of another shape) and right ones. What else
-    it takes, such as tolerances, must have defaults.
+    COMPARE(x, ref) is somebody's test: it returns whether x is right, or raises AssertionError.
+    What else it takes, such as tolerances, must have defaults.
     """
     with refused():
         function, of = comparison.load_compare(compare), dtypes or comparison.DTYPES
@@ -272,8 +267,7 @@ def _of_files(*files: Path) -> Diagnosis:
 
 def _of_side(name: str, saved: Saved, question: Question, identify: int) -> Diagnosis:
     """The diagnosis of a file; what it lacks to be judged in full is a finding. identify: as in
-    Saved, of this file or of the other. A file of packed questions is judged by the first of its
-    sequences, with what the others tell of them."""
+    Saved, of either file; then the other sequences tell of the first ones, which are judged."""
     if identify:
         with refused(f"{saved.path}: "):
             here, answers, told = read_packed(question, saved.answers, identify)

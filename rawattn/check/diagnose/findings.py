@@ -75,8 +75,7 @@ class Finding:
 
 @dataclass(frozen=True)
 class Diagnosis:
-    """All of it. No findings: nothing is wrong. ``judged``: the sides that were looked at.
-    ``facts``: what was looked at, in sentences."""
+    """All of it. ``judged``: the sides that were looked at; ``facts``: what was, in sentences."""
 
     title: str
     findings: tuple[Finding, ...]

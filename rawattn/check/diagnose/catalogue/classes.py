@@ -1,8 +1,5 @@
-"""The bug classes: what each is called in plain words, and where to look for it.
-
-Of every class its name with a title, which completes "the bug: ...", and a line: where to look, as
-an instruction. Where two classes explain the same numbers, the earlier one is named.
-"""
+"""The bug classes: a title, which completes "the bug: ...", and where to look. Where two fit the
+same numbers, the earlier one is named."""
 
 import re
 from typing import NamedTuple

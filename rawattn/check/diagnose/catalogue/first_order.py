@@ -1,8 +1,4 @@
-"""The catalogue of bugs in the forward pass and its gradients, in the forms that kernels have them.
-
-Masks, numbers and tiles have modules of their own. Bugs that no planted computation reproduces,
-because nobody knows the numbers that came in, are found by their structure, in ``judge.proofs``.
-"""
+"""The catalogue of bugs in the forward pass and its gradients, as kernels have them."""
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace

@@ -1,8 +1,4 @@
-"""Bugs of what is read: arrays in each other's place, misread layouts, misplaced row statistics.
-
-``candidates`` are the product of the places where something is read with the ``maps`` of what is
-read instead: ``inferred.inputs`` tries them on one sequence, and plants those that come near.
-"""
+"""Bugs of what is read: arrays in each other's place, misread layouts, misplaced row statistics."""
 
 import itertools
 from collections.abc import Collection, Iterable, Iterator, Sequence
@@ -204,8 +200,7 @@ def _moved(operand: str, by: Map, c: Context) -> Floats:
 
 
 def rearranged(question: Question, names: Sequence[str]) -> Iterator[Bug]:
-    """Results in another layout, stored at other rows, or added up where others are; all of
-    ``names`` are of one side, as dk and dv are."""
+    """Results, all of one side, in another layout, at other rows, or added up where others are."""
     stages = tuple(stage for stage in STAGES if names[0] in STAGES[stage])
     of_numbers, whose = names[0] in BY_ROW, ", ".join(names)
     for by in [*maps.families(question, of_numbers), *maps.overrun(question)]:
@@ -229,19 +224,14 @@ def _given(question: Question, names: Iterable[str]) -> bool:
     return all(getattr(question, n) is not None for n in names if n in ("dlse", *DIRECTIONS[-1]))
 
 
-def shapes_of(question: Question) -> dict[str, tuple[object, ...]]:
-    """What must agree for one array to stand in another's place; rows past the end do not count."""
-    found: dict[str, tuple[object, ...]] = {}
+def _permuted(question: Question, stage: str) -> Iterator[Bug]:
+    """Two or three arrays for each other; of one shape, in which rows past the end do not count."""
+    backward = stage in ("backward", "second")
+    shapes: dict[str, tuple[object, ...]] = {}
     for name in ("q", "k", "v"):
         lengths = question.lengths_q if name == "q" else question.lengths_k
-        found[name] = found[f"t{name}"] = (lengths, *getattr(question, name).shape[1:])
-    return found | dict.fromkeys(("dout", "out"), (*found["q"][:2], question.v.shape[2]))
-
-
-def _permuted(question: Question, stage: str) -> Iterator[Bug]:
-    """Two or three of the arrays that a function takes, or saves, for each other."""
-    backward = stage in ("backward", "second")
-    shapes = shapes_of(question)
+        shapes[name] = shapes[f"t{name}"] = (lengths, *getattr(question, name).shape[1:])
+    shapes |= dict.fromkeys(("dout", "out"), (*shapes["q"][:2], question.v.shape[2]))
     sets = [("q", "k", "v", *(("dout", "out") if backward else ()))]
     sets += DIRECTIONS[-1:] if stage in ("second", "jvp") else ()
     orders = ((names, order) for names in sets for order in itertools.permutations(names))

@@ -1,9 +1,5 @@
-"""Where an array may be read or stored by mistake: one vocabulary of index maps.
-
-A map says for every place (token, head, column) which place is taken for it. It knows no array but
-a ``Geometry``, so that the same map moves q, rows of dk and the numbers of lse. A map is the same
-in every stage, whoever reads or stores by it.
-"""
+"""Where an array may be read or stored by mistake: a map says for every place (token, head, column)
+which one is taken for it. It knows no array but a ``Geometry``, and moves q, dk and lse alike."""
 
 import itertools
 from collections.abc import Callable, Iterator
@@ -73,8 +69,7 @@ class Geometry:
 
 @lru_cache(maxsize=32)
 def geometry(question: Question, name: str) -> Geometry:
-    """That of an input, a row statistic or a result, by its name; those of row statistics have one
-    column."""
+    """That of an input, a row statistic (of one column) or a result, by its name."""
     sides = [question.offsets(of).astype(np.int64) for of in "qk"]
     of_keys = side_of(name) == "k"
     like = question.v if name.endswith(("out", "v")) else question.q  # "sliding out" too
@@ -139,6 +134,7 @@ def _taken(x: Floats, at: At, nothing: float) -> Floats:
 # ---- rows and heads ---------------------------------------------------------------------------
 
 WHOLE = "zeros for rows of a partial last tile of {}"
+TILED, LAST = "row i // {0} * {0}", "the last row of its tile of {}"
 ROWS: dict[str, Callable[[Ints, int, Ints], Ints]] = {  # row i of n; the last ones of tiles
     "row i + {}": lambda i, by, n: i + by,
     "row i - {}": lambda i, by, n: i - by,
@@ -152,7 +148,8 @@ ROWS: dict[str, Callable[[Ints, int, Ints], Ints]] = {  # row i of n; the last o
     ),
     WHOLE: lambda i, by, n: np.where(i < n // by * by, i, -NOWHERE),
     "row i % {}": lambda i, by, n: i % by,
-    "row i // {0} * {0}": lambda i, by, n: i - i % by,
+    TILED: lambda i, by, n: i - i % by,
+    LAST: lambda i, by, n: np.minimum(i - i % by + by, n) - 1,
     "rows of the last tile of {} in the first one, nothing behind it": lambda i, by, n: np.where(
         i < by, (n - 1 - i) // by * by + i, -NOWHERE
     ),
@@ -222,8 +219,7 @@ def _by_remainder(g: Geometry) -> At:
 
 
 def rows(question: Question, least: int = 1) -> Iterator[Map]:
-    """Other rows of the same sequence, as tiles and instructions may take them; of tiles that look
-    alike large ones first."""
+    """Other rows of the same sequence, as tiles or instructions take them, large ones first."""
     longest = max((*question.lengths_q, *question.lengths_k), default=0)
     for by in (by for by in BITS[::-1] if least <= by < longest):
         yield from (of_rows(words, by) for words in [*ROWS][: len(ROWS) if by > 1 else 4])
@@ -327,8 +323,7 @@ def _at(read: Order, written: Order, g: Geometry) -> At:
 
 
 def layouts(statistics: bool, grouped: bool = False) -> Iterator[Map]:
-    """Memory of one order that is read in another, of an array or of every sequence; ``grouped``:
-    also of every group of heads in these."""
+    """Memory of one order read in another: an array, a sequence, or, ``grouped``, a group of it."""
     memory, *others = ("ht", "th") if statistics else ("thd", "htd", "tdh", "dht", "dth", "hdt")
     parts = [*((other, False, False) for other in others), (others[0], True, False)]
     for other, each, group in parts + [(others[0], True, True)] * grouped:
@@ -340,8 +335,7 @@ def layouts(statistics: bool, grouped: bool = False) -> Iterator[Map]:
 
 
 def families(question: Question, statistics: bool) -> list[Map]:
-    """All maps of row statistics, or of what has columns; but for rows of the latter, which are of
-    one product."""
+    """All maps of row statistics, or of what has columns, whose rows are of one product alone."""
     inside = rows(question) if statistics else ()
     grouped = question.group > 1 and question.num_heads_kv > 1
     return [*layouts(statistics, grouped), *heads(question), *inside, *sequences(question)]

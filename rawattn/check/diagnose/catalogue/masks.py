@@ -31,8 +31,7 @@ def bounds(question: Question) -> tuple[float, float]:
 
 
 class Window(NamedTuple):
-    """Keys within ``left`` and ``right`` of a query's own place, which counts from the first key
-    where it is ``top_left``."""
+    """Keys ``left`` and ``right`` of a query's place, counted from key 0 if ``top_left``."""
 
     left: float
     right: float

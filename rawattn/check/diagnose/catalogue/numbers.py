@@ -8,10 +8,10 @@ import numpy as np
 
 from rawattn.check.diagnose.catalogue.maps import At, Geometry, Map
 from rawattn.check.diagnose.catalogue.reading import stored
+from rawattn.check.diagnose.catalogue.second_order import with_values
 from rawattn.check.diagnose.engine.attention import BACKWARD, FIRST, FORWARD, Bug, Store
 from rawattn.check.diagnose.engine.question import OF_SLOTS, STAGES, Question
 from rawattn.check.diagnose.engine.steps import LOG2_E, STEPS, Context, Floats, changed, row_max
-from rawattn.reference.dense import dead_to_inf
 
 # ---- scores and their softmax -----------------------------------------------------------------
 
@@ -21,7 +21,6 @@ LSES: tuple[tuple[str, str, Lse], ...] = (
     ("lse-base-2", "log2", lambda L, top, s: L * LOG2_E),
     ("lse-base-2", "ln 2 times", lambda L, top, s: L / LOG2_E),
     ("lse-without-max", "", lambda L, top, s: L - top),
-    ("lse-without-max", "the maximum alone", lambda L, top, s: top),
 )
 
 
@@ -30,9 +29,7 @@ def _scales(question: Question) -> dict[str, float]:
     s, d, d_v = question.scale, question.q.shape[2], question.v.shape[2]
     found = {"1": 1.0, "1 / d": 1 / d, "1 / sqrt(d)": d**-0.5, "1 / sqrt(head_dim_v)": d_v**-0.5}
     found |= {"sqrt(d)": d**0.5, "s * s": s * s, "s * log2(e)": s * LOG2_E, "s * ln 2": s / LOG2_E}
-    found |= {"log2(e)": LOG2_E, "2 s": 2 * s, "s / 2": s / 2}
-    found["s / sqrt(d), the default on top of a given one"] = s * d**-0.5
-    return found | {"1 / sqrt(num_heads_q * d)": (d * question.num_heads_q) ** -0.5}
+    return found | {"s / sqrt(d), the default on top of a given one": s * d**-0.5}
 
 
 def of_scores(question: Question) -> Iterator[Bug]:
@@ -47,7 +44,8 @@ def of_scores(question: Question) -> Iterator[Bug]:
     without = {"bP": lambda c: c.r(np.exp(c.S))}
     yield Bug("statistics-misplaced", "an lse of 0, as if not written", BACKWARD, steps=without)
     for text, x in (("exp2(S - lse)", 1 / LOG2_E), ("exp(log2(e) (S - lse))", LOG2_E)):
-        yield Bug("score-scale", f"P is {text}", BACKWARD, steps={"bP": partial(_power, x)})
+        power = {"bP": with_values("bP", S=partial(_times, "S", x), L=partial(_times, "L", x))}
+        yield Bug("score-scale", f"P is {text}", BACKWARD, steps=power)
     undivided = {"O": lambda c: np.exp(c.S - row_max(c)[..., None]) @ c.V}
     yield Bug("not-normalised", "", FORWARD, steps=undivided)
     yield Bug("no-max-subtraction", "in float32", FORWARD, steps={"softmax": _plain_exp})
@@ -55,7 +53,7 @@ def of_scores(question: Question) -> Iterator[Bug]:
         width = (question.q if step == "Y" else question.v).shape[2]
         other = min(width, question.q.shape[2])
         for columns in {other, *(width // deep * deep for deep in (16, 32, 64))} - {0, width}:
-            fewer = {step: partial(_fewer, step, a, b, columns)}
+            fewer = {step: with_values(step, **{x: partial(_fewer, x, columns) for x in (a, b)})}
             yield Bug("head-dim-tail", f"{step} of {columns}", stages, steps=fewer)
             yield Bug("head-dim-tail", f"{columns} stored", FIRST, store=_columns(columns))
 
@@ -78,8 +76,8 @@ def _read(lse: Lse, c: Context) -> Floats:
         return np.asarray(c.r(np.exp(c.S - L[..., None])))
 
 
-def _power(x: float, c: Context) -> Floats:
-    return np.asarray(c.r(np.exp(x * (c.S - dead_to_inf(np, c.L)[..., None]))))
+def _times(name: str, x: float, c: Context) -> Floats:
+    return np.asarray(x * getattr(c, name))
 
 
 def _plain_exp(c: Context) -> tuple[Floats, Floats]:
@@ -90,10 +88,9 @@ def _plain_exp(c: Context) -> tuple[Floats, Floats]:
         return np.log(sums.astype(np.float64)), P.astype(np.float64)
 
 
-def _fewer(step: str, a: str, b: str, columns: int, c: Context) -> Floats:
-    """A product of the first columns."""
-    few = {a: getattr(c, a)[..., :columns], b: getattr(c, b)[:, :columns]}
-    return np.asarray(STEPS[step](changed(c, **few)))
+def _fewer(operand: str, columns: int, c: Context) -> Floats:
+    """The first columns."""
+    return np.asarray(getattr(c, operand)[..., :columns])
 
 
 def _columns(columns: int) -> Store:

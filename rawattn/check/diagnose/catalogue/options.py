@@ -25,10 +25,8 @@ CURVES: dict[str, Curve] = {
 Slope = Callable[[Floats, Floats, float], Floats]
 SLOPES: dict[str, Slope] = {
     "the slope is 1 - tanh, not squared": lambda T, Y, c: 1 - T,
-    "the slope is 1 - (S / c)^2 of uncapped scores": lambda T, Y, c: 1 - (Y / c) ** 2,
     "the slope is 1 - S^2, not divided by the cap": lambda T, Y, c: 1 - (c * T) ** 2,
     "the slope is 1 - tanh(S / c)^2 of capped scores": lambda T, Y, c: 1 - np.tanh(T) ** 2,
-    "the slope is 1 - tanh(S)^2, not divided by the cap": lambda T, Y, c: 1 - np.tanh(Y) ** 2,
 }
 
 
@@ -41,9 +39,6 @@ def bugs(question: Question) -> Iterator[Bug]:
     """Every bug of the catalogue that is about them."""
     if question.softcap is not None:
         yield Bug("softcap-dropped", steps={"cap": lambda c: (c.Y, 1.0, 0.0)})
-        for words, curve in CURVES.items():
-            form = words.format(c=f"{question.softcap:g}")
-            yield Bug("softcap", form, steps={"cap": partial(bent, curve, question.softcap)})
         name = "softcap-slope-omitted"
         straight: Step = lambda c: (STEPS["cap"](c)[0], 1.0, 0.0)  # noqa: E731
         yield Bug(name, "1 in its place", DERIVED, steps={"cap": straight})

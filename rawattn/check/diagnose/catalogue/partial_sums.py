@@ -1,9 +1,6 @@
-"""The softmax made of parts of the keys: tiles one after the other, and splits that are merged.
-
-Every part has its maximum, and sums taken against it: of its weights (row_sum), of P V (out), and
-in forward mode of P o E (e), (P o E) V (tout) and P tV (ptv). A result is made of the sums of all
-parts, each with a weight of its own; the tables are of wrong weights.
-"""
+"""The softmax made of parts of the keys, tiles one after the other or splits that are merged. Every
+part has its maximum, and sums taken against it: of its weights (row_sum), of P V (out), and in
+forward mode of P o E (e), (P o E) V (tout) and P tV (ptv); the tables are of wrong weights."""
 
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
@@ -238,17 +235,9 @@ WEIGHTS: dict[str, Weights] = {text: partial(_shares, taken) for text, taken in 
 }
 
 
-def _by_exp2(p: Parts) -> Floats:
-    """The largest lse, and the logarithm of a sum by exp2."""
-    top = p.lses.max(axis=0)
-    return np.asarray(top + np.log(np.exp2(p.lses - _finite(top)).sum(axis=0)))
-
-
 LSES: dict[str, Callable[[Parts], Floats]] = {
     **{text: partial(_whole, taken) for text, taken in TAKEN.items()},
-    "ln of a sum by exp2, from the largest": _by_exp2,
     "the largest of the parts": lambda p: p.lses.max(axis=0),
-    "that of the last part": lambda p: p.lses[-1],
 }
 
 

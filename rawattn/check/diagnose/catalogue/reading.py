@@ -83,8 +83,7 @@ def taken(x: Floats, places: np.ndarray, axis: int, nothing: float = 0.0) -> Flo
 def stored(
     by: Map, names: Collection[str] = (), nothing: float = 0.0, way: Way = Map.moved
 ) -> Store:
-    """Results, or some of them, as a map has them in one of its ways; ``nothing`` is what is left
-    where none is."""
+    """Results, or some of them, as a map has them in one of its ways; ``nothing`` elsewhere."""
     return lambda question, answers: {
         name: way(by, geometry(question, name), x, nothing) if not names or name in names else x
         for name, x in answers.items()

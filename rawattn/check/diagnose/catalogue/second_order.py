@@ -1,9 +1,7 @@
 """The catalogue of bugs in second derivatives and tangents, and of the terms of all derivatives.
 
-A bug is mostly a product that reads another value for one of its operands: P o E for a P' without
-e. ``SITES`` names the places that read, ``at`` plants other values there. ``terms`` are what
-results are sums of, each as often as one likes. Many are what autograd makes of a first backward
-pass in which something is a constant to it that depends on the inputs. Long by the tables.
+A bug is mostly a product that reads another value for one of its operands: ``at`` plants these at
+``SITES``. ``terms`` are what results are sums of, each as often as one likes. Long by the tables.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -229,8 +227,7 @@ def _with_bend(factor: float) -> dict[str, Step]:
 
 
 def of_one_pass(bug: Bug, first: bool = False) -> Bug:
-    """A bug of a double backward that one of its two passes has alone: the first one, which gives
-    ddout, ddlse, and so e and W, or the second one, of gq, gk and gv."""
+    """A bug of one pass of a double backward, the ``first`` (ddout, ddlse, e, W) or the second."""
 
     @lru_cache(maxsize=2)
     def wrong(question: Question, given: Same | None) -> Answers:

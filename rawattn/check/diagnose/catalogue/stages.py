@@ -12,18 +12,13 @@ from rawattn.check.diagnose.catalogue import inputs, maps
 from rawattn.check.diagnose.catalogue.masks import Window, bounds
 from rawattn.check.diagnose.catalogue.reading import taken
 from rawattn.check.diagnose.catalogue.second_order import of_one_pass
-from rawattn.check.diagnose.engine.attention import BACKWARD, FIRST, TILES, Bug, View, Views
+from rawattn.check.diagnose.engine.attention import FIRST, TILES, Bug, View, Views
 from rawattn.check.diagnose.engine.question import Answers, Question
 from rawattn.check.diagnose.engine.steps import STEPS, Context, Floats, Step, changed
 from rawattn.reference.dense import allowed
 
 Ints = np.ndarray
-ORDERS: dict[str, Callable[[Ints], Ints]] = {  # of lengths: which sequence stores when, if it does
-    "count as its own": lambda n: n[:0],
-    "are stored as its own, the last sequence first": lambda n: np.arange(len(n))[::-1],
-    "are stored as its own, the longest sequence first": lambda n: np.argsort(-n, kind="stable"),
-    "are stored as its own, the shortest sequence first": lambda n: np.argsort(n, kind="stable"),
-}
+TAILS = {"count as its own": False, "are stored as its own, the last sequence first": True}
 Which = Callable[[Ints], Ints]  # of the tiles of all steps, those that are taken
 LOOPS: dict[str, Which] = {
     "of the step before": lambda tiles: np.append(tiles[:1], tiles[:-1]),
@@ -57,12 +52,11 @@ ALL = 1 << 30  # one tile for all of the other side
 
 
 def candidates(question: Question, stage: str, wrong: Collection[str], b: int) -> Iterator[Bug]:
-    """All of a stage of dense attention that change something ``wrong``, to be tried on sequence
-    ``b`` first."""
+    """All of a dense stage that change something ``wrong``, to be tried on sequence ``b`` first."""
     if question.sparse:
         return
     if stage in FIRST:
-        yield from _of_sequences(question, stage)
+        yield from _of_sequences(question)
         yield from _of_tails(question)
     loops = _of_loops(question, stage, {*wrong}, b)
     if stage != "second" or not inputs.OF_FIRST_PASS & {*wrong}:
@@ -72,30 +66,22 @@ def candidates(question: Question, stage: str, wrong: Collection[str], b: int) -
 # ---- sequences in each other's place, rest of tiles -------------------------------------------
 
 
-def _of_sequences(question: Question, stage: str) -> Iterator[Bug]:
-    """Keys of another sequence, all of them, or from another row on, which gradients go to."""
-    g, lengths = maps.geometry(question, "k"), np.array(question.lengths_k)
+def _of_sequences(question: Question) -> Iterator[Bug]:
+    """Keys of another sequence, all of them, which gradients go to."""
     for words, other in maps.OTHERS.items() if question.batch > 1 else ():
-        of = np.minimum(other(g), question.batch - 1)
-        see = partial(_keys_of, g.offsets[of], lengths[of])
-        yield Bug("offsets-shifted", f"the keys are those of {words}", FIRST, see)
-    see = partial(_keys_of, g.others[:-1], np.diff(g.others))
-    yield Bug("offsets-shifted", "the keys are those of the other side's offsets", FIRST, see)
-    for words, start in maps.origins(question).items() if stage == "backward" else ():
-        see, text = partial(_keys_of, start(g), lengths), f"k, v are read, dk, dv stored by {words}"
-        yield Bug("offsets-shifted", text, BACKWARD, see, store=_all)
+        of = np.minimum(other(maps.geometry(question, "k")), question.batch - 1)
+        form = f"the keys are those of {words}"
+        yield Bug("offsets-shifted", form, FIRST, partial(_keys_of, of))
 
 
-def _keys_of(starts: Ints, lengths: Ints, question: Question, views: Views) -> Sequence[View]:
-    """So many keys from these rows on for every sequence; what lies outside is nothing."""
+def _keys_of(of: Ints, question: Question, views: Views) -> Sequence[View]:
+    """The keys of the sequences ``of`` in the place of everyone's own."""
     found = []
     for view in views:
-        b = view.sequence
-        keys = np.arange(starts[b], starts[b] + lengths[b])
-        there = (keys >= 0) & (keys < len(question.k))
-        weight = allowed(len(view.rows), len(keys), question.mask_window) & there
-        keys = np.where(there, keys, -1)
-        found.append(replace(view, keys=keys, weight=weight[None].astype(np.float64)))
+        b = of[view.sequence]
+        start, length = question.cu_seqlens_k[b], question.lengths_k[b]
+        weight = allowed(len(view.rows), length, question.mask_window)[None].astype(np.float64)
+        found.append(replace(view, keys=np.arange(start, start + length), weight=weight))
     return found
 
 
@@ -106,11 +92,11 @@ def _all(question: Question, answers: Answers) -> Answers:
 
 def _of_tails(question: Question) -> Iterator[Bug]:
     """Rows of q behind a sequence, up to the end of its last tile."""
-    for tile, (words, order) in product(TILES, ORDERS.items()) if question.batch > 1 else ():
+    for tile, (words, stored) in product(TILES, TAILS.items()) if question.batch > 1 else ():
         text = f"behind a sequence, up to the end of its last tile of {tile}, {words}"
-        see = partial(_owned, tile, order)
+        see = partial(_owned, tile, stored)
         yield Bug("neighbour-leak", f"rows of q {text}", FIRST, see, store=_all)
-        if "stored" in words:
+        if stored:
             zeros: dict[str, Step] = {"Y": lambda c: STEPS["Y"](c) * _its_own(c)[:, None]}
             yield Bug("neighbour-leak", f"zeros for q {text}", FIRST, see, zeros, store=_all)
 
@@ -119,21 +105,17 @@ def _its_own(c: Context) -> Ints:
     return np.asarray(c.view.rows < c.question.cu_seqlens_q[c.view.sequence + 1])
 
 
-def _owned(
-    tile: int, order: Callable[[Ints], Ints], question: Question, views: Views
-) -> Sequence[View]:
-    """Views with the rest of their last tile, of which the last one in an ``order`` overwrites."""
+def _owned(tile: int, stored: bool, question: Question, views: Views) -> Sequence[View]:
+    """Views with the rest of their last tile, which, ``stored``, overwrites the sequence behind."""
     starts, lengths = np.asarray(question.cu_seqlens_q)[:-1], np.array(question.lengths_q)
     stops = np.minimum(starts + -(-lengths // tile) * tile, len(question.q))
     owner = np.full(len(question.q), -1)
-    turns = order(lengths)
-    for b in turns:
+    for b in range(question.batch)[::-1]:
         owner[starts[b] : stops[b]] = b
     found = []
     for view in views:
-        rows = np.arange(starts[view.sequence], stops[view.sequence])
-        if len(turns):
-            rows = np.flatnonzero(owner == view.sequence)
+        b = view.sequence
+        rows = np.flatnonzero(owner == b) if stored else np.arange(starts[b], stops[b])
         found.append(Window(*bounds(question)).of(question, replace(view, rows=rows)))
     return found
 
@@ -170,9 +152,8 @@ def _of_loops(question: Question, stage: str, wrong: set[str], b: int) -> Iterat
 def _loop(
     over: str, tile: int, outer: int, down: bool, which: Which, seen: Ints
 ) -> list[tuple[Ints, Ints]]:
-    """For every tile of ``outer`` on the other side which rows are taken for those that the loop
-    ``over`` keys or queries comes to, and which ones of the other side are in it; of those that
-    take the same once."""
+    """For every tile of ``outer`` on the other side which rows the loop ``over`` keys or queries
+    takes, and which ones of the other side are in it; of those that take the same once."""
     seen = seen if over == "keys" else seen.T
     row, found = np.arange(seen.shape[1]), list[tuple[Ints, Ints]]()
     for start in range(0, len(seen), outer):

@@ -1,8 +1,5 @@
-"""Gradients and tangents whose sums over tiles lack some, or have others too.
-
-``candidates`` are the product of the terms of these sums with what may befall a loop over tiles: of
-keys for dq, gq, e and tout, of queries for dk, dv, gk and gv.
-"""
+"""Gradients and tangents whose sums over tiles lack some, or have others too: of tiles of keys for
+dq, gq, e and tout, of queries for dk, dv, gk and gv."""
 
 from collections.abc import Callable, Collection, Iterator
 from functools import partial

@@ -22,7 +22,6 @@ Part = Callable[[np.ndarray, np.ndarray, int, int, int], np.ndarray]
 TAILS: dict[str, Part] = {
     "query rows": lambda i, j, n, m, t: i >= n // t * t,
     "keys": lambda i, j, n, m, t: j >= m // t * t,
-    "rows and keys": lambda i, j, n, m, t: (i >= n // t * t) | (j >= m // t * t),
 }
 OF_KEYS_ALONE: dict[str, Part] = {
     "first of keys": lambda i, j, n, m, t: j // t == 0,

@@ -1,11 +1,8 @@
 """Attention and its derivatives with a bug planted in it, one equation a step.
 
 A problem falls into views: the queries of one key/value head of one sequence, the keys that they
-look at, and how often each query sees each key. A bug changes the views (who sees whom), replaces
-steps (how something is computed), or rearranges what a stage has stored; with none of these the
-results are those of ``rawattn.reference``, to which tests hold it.
-
-Long, since all stages are made of the same views and contexts.
+look at, and how often. A bug changes views, replaces steps, or rearranges what a stage has stored;
+with none the results are those of ``rawattn.reference``. Long, since all stages share the views.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -172,8 +169,7 @@ def sparse_views(
 
 
 def sequences(question: Question) -> Iterator[tuple[int, np.ndarray, np.ndarray]]:
-    """Number, rows of q and rows of k of every sequence that has at least one of each; with sinks
-    of those too that have no keys."""
+    """Number, rows of q and rows of k of every sequence that has both; with sinks, or no keys."""
     offsets_q, offsets_k = question.cu_seqlens_q, question.cu_seqlens_k
     for b in range(question.batch):
         rows = np.arange(offsets_q[b], offsets_q[b + 1])
@@ -207,8 +203,7 @@ def solve(
     only: Only | None = None,
 ) -> Answers:
     """What a stage gives when ``bug`` is in it. given: out and lse for the backward stages; those
-    of the right forward by default. only: the views whose results are wanted, the others' may be
-    there or not."""
+    of the right forward by default. only: the views whose results are wanted at least."""
     planted = bug if stage in bug.stages else NO_BUG
     pairs = np.multiply(question.lengths_q, question.lengths_k)
     views = np.count_nonzero(pairs) * question.num_heads_kv

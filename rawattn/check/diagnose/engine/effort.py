@@ -1,8 +1,5 @@
-"""How much has been computed, which ends a search at one place on busy machines and on idle ones.
-
-A unit is about a millisecond of one idle core. Limits are sums of it, as ``time.perf_counter()``
-would be of seconds; where one is met something was not tried, and ``cuts`` counts it.
-"""
+"""How much has been computed, in milliseconds or so of one idle core, which ends a search at one
+place on busy machines and on idle ones."""
 
 _total = {"spent": 0.0, "cuts": 0.0}
 

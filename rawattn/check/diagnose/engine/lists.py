@@ -1,8 +1,4 @@
-"""The lists of blocks that queries walk in block-sparse attention.
-
-A list has an entry for every slot, and a last one for the query's own block. Bugs change what the
-entries name, which of them count and how often, and which are cut at the query's position.
-"""
+"""The lists of blocks that queries walk: an entry for every slot, and a last one, the own block."""
 
 from dataclasses import dataclass, replace
 from functools import cached_property

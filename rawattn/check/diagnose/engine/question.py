@@ -32,8 +32,7 @@ class Question:
     ``double_backward`` calls ddq, ddk, ddv and ddblock_scale; ``tsinks`` is that of the sinks.
     ``out`` and ``lse`` are those that a backward pass was given; None where it used those of its
     own forward. With ``block_indices`` attention is block-sparse, ``own`` is include_own_block, and
-    ``sliding`` the window of the second branch. ``whole``: the pack that this is the beginning
-    of."""
+    ``sliding`` the window of the second branch. ``whole``: the pack that this begins."""
 
     q: Array
     k: Array

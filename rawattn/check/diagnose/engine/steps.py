@@ -1,8 +1,5 @@
-"""The equations of attention and its derivatives, a step each: what a bug may replace.
-
-They bear the names of ``reference.second`` and ``reference.sparse``: X = Q K^T, Y = s X, S = G Y,
-t for tangents. ``cap`` is Y behind a softcap, with its two derivatives, P0 the weight of a sink.
-"""
+"""The equations of attention, a step each, as in ``reference``: X = Q K^T, Y = s X, S = G Y, t
+for tangents. ``cap`` is Y behind a softcap, with its derivatives, P0 the weight of a sink."""
 
 import math
 from collections.abc import Callable

@@ -123,8 +123,7 @@ _READ: dict[str, tuple[Callable[[np.ndarray], Any], str]] = {
 
 
 def options_of(arrays: dict[str, Any]) -> dict[str, Any]:
-    """The options of a Question, as far as they are said; None where one is said to be none, so
-    that of another file does not count."""
+    """The options of a Question, as far as they are said; None where one is said to be none."""
     found: dict[str, Any] = {name: None for name in OPTIONAL if name in arrays}
     for name in (name for name in OPTIONS if arrays.get(name) is not None):
         read, want = _READ[name]
@@ -149,8 +148,7 @@ def restore(arrays: Arrays, notes: list[str]) -> None:
 
 
 def narrowed(arrays: Arrays, dtype: np.dtype) -> Arrays:
-    """Those that are wider than ``dtype`` and yet nothing but numbers of it, in it; so many, and
-    not only integers, that it can hardly be by chance."""
+    """Those wider than ``dtype`` that are nothing but numbers of it, hardly by chance, in it."""
     found: Arrays = {}
     for name, array in arrays.items():
         with np.errstate(over="ignore"):

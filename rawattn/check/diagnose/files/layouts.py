@@ -40,8 +40,7 @@ class Frame:
         return [int(n) for n in np.diff(self.offsets[side])]
 
     def packed(self, side: str, array: np.ndarray) -> np.ndarray:
-        """(batch, tokens, ...) as packed rows, of all rows or without those of padding behind each
-        sequence; as it is where it is neither."""
+        """(batch, tokens, ...) as packed rows, without padding; as it is if it is neither."""
         lengths, (batch, tokens) = self.lengths(side), array.shape[:2]
         if batch * tokens == self.total[side]:
             return array.reshape(-1, *array.shape[2:])

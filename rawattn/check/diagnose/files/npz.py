@@ -1,9 +1,6 @@
 """Questions and answers in .npz files, of one run or two; kernels of any language can be judged.
-
-``dump`` writes the names and shapes of rawattn. What is read may come from elsewhere: other names,
-a batch, padding behind the sequences, bfloat16 as 16-bit integers or widened. What cannot be read
-is a ValueError; what had to be guessed or left out is a note. Long by what two files may lack.
-"""
+What cannot be read is a ValueError; what had to be guessed or left out is a note. Long by what two
+files may lack."""
 
 import json
 import math
@@ -73,8 +70,7 @@ def dump(path: str | Path, question: Question, answers: Answers, **said: int) ->
 
 
 def read(path: str | Path, frame: Frame | None = None) -> Saved:
-    """What ``path`` holds, with notes; ValueError for what cannot be read. ``frame``: that of
-    another file, for one without inputs."""
+    """What ``path`` holds; ValueError if it cannot be read. frame: of another, if q, k, v lack."""
     raw, about, notes = entries.of_file(Path(path))
     matrices = {name: raw.pop(name) for name in MADE if name in raw}
     try:
@@ -126,11 +122,9 @@ class Pair:
 
 
 def load_two(one: str | Path, other: str | Path | None = None) -> Pair:
-    """Two files with what each is judged by, or one alone. A file without q, k and v is read in the
-    light of the other, and has all of its inputs. One that has them takes over what it does not say
-    where these are the same in both; but not dlse, nor the out and lse that a backward pass was
-    given, which without them were its own. ValueError where a file has only some of its inputs, and
-    they are not those of the other."""
+    """Two files with what each is judged by, or one alone. A file without q, k and v has all inputs
+    of the other. One that has them takes over what it does not say where these are the same; but
+    not dlse, nor the out and lse that a backward pass was given."""
     a = read(one)
     if other is None:
         return Pair((a,), (a.question,))
@@ -207,8 +201,5 @@ def _difference(one: np.ndarray, other: np.ndarray) -> str:
         x, y = (array.astype(coarse).astype(np.float64) for array in (one, other))
         off = np.where((x == y) | (np.isnan(x) & np.isnan(y)), 0.0, np.abs(x - y))
         wrong = ~(off <= 2 * share * np.abs(y) + 2 * least)
-    if not wrong.any():
-        return ""
-    largest = off[np.isfinite(off)].max(initial=0.0)
-    how = f"differs by up to {largest:.3g}" if largest else "is NaN or inf at other places"
-    return f"{how}, in {np.count_nonzero(wrong)} of {wrong.size} numbers"
+    how = f"differs by up to {off.max(initial=0.0):.3g}, in {wrong.sum()} of {wrong.size} numbers"
+    return how if wrong.any() else ""

@@ -1,7 +1,6 @@
-"""Which fault of a comparison explains the wrong results that it lets pass. Long by the list of the
-faults."""
+"""Which fault of a comparison explains the wrong results that it lets pass."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import NamedTuple
 
 from rawattn.check.diagnose.catalogue.classes import classes_of
@@ -69,11 +68,10 @@ def name_causes(trials: Sequence[Trial]) -> Iterator[Finding]:
     causes["harness-refuses-right"] = [trial for trial in right if trial.verdict == "is refused"]
     for bug, known in HARNESS.items():
         if found := causes.get(bug):
-            said: dict[str, dict[str, None]] = {}
-            for trial in found:
-                said.setdefault(trial.verdict, {})[trial.name] = None
+            said = _each_once((trial.verdict, trial.name) for trial in found)
             lines = tuple(f"{verdict}: {'; '.join(names)}" for verdict, names in said.items())
-            where = where_of(found)
+            sizes = _each_once((t.place[0], f"{t.place[1]:g}") for t in found)
+            where = "; ".join(f"{dtype}, size {', '.join(some)}" for dtype, some in sizes.items())
             yield Finding("harness", bug, known.title, where, "proved", lines, known.look_at)
 
 
@@ -113,9 +111,9 @@ def _causes(due: Sequence[Trial]) -> dict[str, list[Trial]]:
     return causes
 
 
-def where_of(trials: Sequence[Trial]) -> str:
-    """Dtypes and sizes, such as "float32, size 100, 1; float16, size 1"."""
-    sizes: dict[str, dict[str, None]] = {}
-    for trial in trials:
-        sizes.setdefault(trial.place[0], {})[f"{trial.place[1]:g}"] = None
-    return "; ".join(f"{dtype}, size {', '.join(some)}" for dtype, some in sizes.items())
+def _each_once(pairs: Iterable[tuple[str, str]]) -> dict[str, dict[str, None]]:
+    """By the first of a pair the second ones, in order."""
+    found: dict[str, dict[str, None]] = {}
+    for key, value in pairs:
+        found.setdefault(key, {})[value] = None
+    return found

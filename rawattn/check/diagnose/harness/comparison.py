@@ -1,8 +1,5 @@
-"""Would this comparison notice? A comparison function is fed wrong results, and right ones.
-
-``compare(x, ref)`` says whether x is right: by its truth value, or by an AssertionError. What it is
-fed is in ``pairs``; what it means that some of it passes, in ``causes``.
-"""
+"""A comparison function is fed wrong results, and right ones. ``compare(x, ref)`` says whether x is
+right: by its truth value, or by an AssertionError."""
 
 import contextlib
 import io
@@ -44,9 +41,8 @@ def examine(
     dtypes: Sequence[str] = DTYPES,
     sizes: Sequence[float] = SIZES,
 ) -> Diagnosis:
-    """Feed ``compare`` arrays of ``framework`` and name what is wrong with it. sizes: standard
-    deviations of the data. The reference is float64 or of x's dtype, by which the comparison
-    refuses fewer right results."""
+    """Feed ``compare`` arrays of ``framework``, of these standard deviations, and name what is
+    wrong. The reference is float64 or of x's dtype, whichever refuses fewer right results."""
 
     def fed(of: Callable[..., list[Pair]], wide: bool) -> Iterator[Trial]:
         for dtype, size, shape in itertools.product(dtypes, sizes, SHAPES):

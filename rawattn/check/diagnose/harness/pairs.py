@@ -1,8 +1,5 @@
-"""What a comparison is fed: right results, and wrong ones of every kind, each with its reference.
-
-What counts as wrong leaves room for rounding: an error above GENEROUS units of the dtype's
-rounding (eps) of the largest element.
-"""
+"""What a comparison is fed: right results, and wrong ones, which are off by over GENEROUS units
+of the dtype's rounding (eps) of the largest element."""
 
 import math
 from collections.abc import Iterator

@@ -1,9 +1,5 @@
-"""What a text log can prove: tensors that somebody printed, read back and judged.
-
-A print holds a few digits of a few corners, so little can be recomputed from it, but much can be
-excluded. ``printed`` reads, ``pairs`` fits the entries that both sides print; here a side is
-checked alone, by its rows, and it is named why two sides differ. Long by what each rule has to say.
-"""
+"""What printed tensors prove. Little can be recomputed from a few digits of a few corners, but much
+excluded: by the rows of a side alone, and by how two sides differ. Long by its rules."""
 
 import math
 import re
@@ -42,7 +38,10 @@ def explain_log(text: str) -> Diagnosis:
     for pair in (pair for pair in pairs if not pair.agrees):  # from proofs to descriptions
         of_either = [rows[p] for p in pair.both if p in rows]
         found.append(_rows(pair, of_either, causal) or _factor(pair, causal) or _structure(pair))
-    findings = _merged([*found, *_vacuous(pairs)])
+    if pairs and not any(p.values.any() for pair in pairs for p in pair.both):
+        title = ", ".join(pair.title for pair in pairs)
+        found.append(finding("both", "vacuous", title, "medium", ["all that is printed is 0"]))
+    findings = _merged(found)
     blamed = {side for one in findings for side in one.side.split(" or ")}
     wrong = [one for one in rows.values() if one.wrong.any() and one.side not in blamed]
     findings += [one.finding for one in wrong]
@@ -57,15 +56,6 @@ def explain_log(text: str) -> Diagnosis:
     alone = ", ".join(dict.fromkeys(p.name for p in printed if p not in compared))
     facts += [f"without a partner to compare with: {alone}"] if alone else []
     return Diagnosis("what the log proves", tuple(findings), (*right,), tuple(facts))
-
-
-def _vacuous(pairs: Sequence[Pair]) -> list[Finding]:
-    """Nothing but zeros is compared."""
-    if not pairs or any(p.values.any() for pair in pairs for p in pair.both):
-        return []
-    where = ", ".join(pair.title for pair in pairs)
-    sure = "high" if all(pair.a.whole and not pair.digits for pair in pairs) else "medium"
-    return [finding("both", "vacuous", where, sure, ["every printed entry of both sides is 0"])]
 
 
 def _merged(findings: Sequence[Finding]) -> list[Finding]:

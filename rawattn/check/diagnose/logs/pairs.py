@@ -28,8 +28,7 @@ class Pair:
     """Two tensors of one quantity of which the same entries are printed. sides: whose they are.
     finite: entries that are numbers on both sides; the difference of others is 0. size: the larger
     side's root mean square. digits: how far two prints of one number may lie apart. alike: entries
-    that are equal but for rounding, NaN and infinities among them. agrees: whether rounding
-    explains every difference."""
+    that are equal but for rounding, NaN and infinities too. agrees: all are."""
 
     def __init__(self, a: Printed, b: Printed, sides: tuple[str, str]) -> None:
         self.a, self.both, self.sides = a, (a, b), sides
@@ -73,8 +72,7 @@ def rms(values: Float64) -> float:
 
 
 def paired(found: Sequence[Printed]) -> list[Pair]:
-    """Of two whose names differ in one word, which is the side; where a quantity is named one of
-    them may lack it. By order where a name is printed more than once."""
+    """Of two whose names differ in one word, the side, which one may lack if a kind is named."""
     told = {p: dict(_told(p)) for p in found}
     used: set[object] = set()  # tensors, and of the first of several sides those that have one
     pairs = []

@@ -35,13 +35,9 @@ KINDS = {
 
 @dataclass(frozen=True, eq=False)
 class Printed:
-    """One printed tensor: what stands in the log, without the elided part and without leading axes
-    of length 1 in front of its rows.
-
-    values: the printed entries; nan where nan was printed. unit: the step of the last printed
-    digit, of the largest entries where it differs, 0 where the print is exact. fronts: how many
-    entries of each axis stand before "...", all where nothing is elided.
-    """
+    """One printed tensor, without the elided part and leading axes of length 1. unit: the step of
+    the last printed digit, of the largest entries where it differs, 0 where the print is exact.
+    fronts: how many entries of each axis stand before "...", all where nothing is elided."""
 
     name: str
     values: Float64
@@ -79,8 +75,7 @@ class Printed:
 
 
 def read_log(text: str) -> list[Printed]:
-    """Every tensor of real numbers that the text prints, in torch's or NumPy's form; none of
-    integers. Raises ValueError where one begins that cannot be read."""
+    """Every tensor of real numbers, not integers, that is printed; ValueError if one is cut off."""
     text = CLUTTER.sub("", text)
     found: list[Printed] = []
     after = 0

@@ -56,15 +56,6 @@ def show(
             console.print(Text(f"\n{side}: no fault is found", "green"))
 
 
-def show_class(console: Console, name: str) -> None:
-    """What a class of bugs is. ValueError where there is none of this name."""
-    known = words.meaning(name)
-    wide = min(max(LEAST, console.width), MOST)
-    lines = [Text(line, "bold") for line in _wrapped(f"{name}: {known.title}", wide)]
-    lines += _entry("fix", known.look_at, wide)
-    console.print(Text("\n").join(lines), soft_wrap=True)
-
-
 def facts(console: Console, diagnosis: Diagnosis, *, full: bool = False) -> None:
     """What was compared, and what was read of it; what is right is told where nothing is wrong."""
     told = full or words.nothing_wrong(diagnosis)

@@ -2,12 +2,11 @@
 
 import math
 from dataclasses import asdict
-from difflib import get_close_matches
 from typing import Any
 
 import numpy as np
 
-from rawattn.check.diagnose.catalogue.classes import CLASSES, BugClass
+from rawattn.check.diagnose.catalogue.classes import CLASSES
 from rawattn.check.diagnose.engine.question import STAGES, tensors_in
 from rawattn.check.diagnose.findings import Diagnosis, Finding
 from rawattn.check.diagnose.harness.causes import HARNESS
@@ -48,11 +47,3 @@ def sure(finding: Finding) -> str:
 def stages_of(text: str) -> list[str]:
     """The stages whose tensors a text names."""
     return [stage for stage, tensors in STAGES.items() if tensors_in(text) & set(tensors)]
-
-
-def meaning(name: str) -> BugClass:
-    """The class. ValueError with the names near to it where there is none."""
-    if name not in KNOWN:
-        near = get_close_matches(name, KNOWN, 5, cutoff=0.0)
-        raise ValueError(f"there is no class {name!r}; the nearest are: {', '.join(near)}")
-    return KNOWN[name]

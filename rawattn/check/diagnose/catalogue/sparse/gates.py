@@ -1,5 +1,4 @@
-"""Bugs of block_scale in block-sparse attention: which slot it is for, what it multiplies, and what
-its gradient holds."""
+"""Bugs of block_scale: which slot it is for, what it multiplies, and what its gradient holds."""
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
@@ -25,38 +24,33 @@ Row = tuple[str, str, tuple[str, ...], Mapping[str, Step]]
 
 def bugs(question: Question, different: Callable[[See], bool]) -> Iterator[Bug]:
     """Every bug of the catalogue that can matter for the question."""
-    g, scale = maps.geometry(question, "dblock_scale"), np.asarray(question.block_scale)
-    left_out = LEFT_OUT if np.any(scale != 1) else ()
-    rows = [*GRADIENTS, *_shares(question), *left_out]
-    heads = [*maps.heads(question)][:3]  # others are of groups
-    every = (*heads, *maps.sequences(question))
-    moving = [by for by in every if (by.moved(g, scale) != scale).any()]
-    rows += [_read("block_scale", by) for by in moving]
-    if question.tblock_scale is not None:
-        of_heads = (by for by in moving if by.family == "heads")
-        rows += [*DIRECTIONS, *(_read("tblock_scale", by) for by in of_heads)]
+    rows = [*GRADIENTS, *_shares(question)]
+    rows += DIRECTIONS if question.tblock_scale is not None else ()
+    rows += LEFT_OUT if np.any(np.asarray(question.block_scale) != 1) else ()
     yield from (Bug(name, words, stages, steps=steps) for name, words, stages, steps in rows)
-    for words, change in CHANGES.items():
-        if different(see := listed(change)):
-            yield Bug(ORDER, words, ALL, see=see)
+    others = {words: listed(change) for words, change in CHANGES.items()}
+    for own, more in ((False, ""), (True, ", the own one among them")):
+        words = f"that of its place in the sorted list of blocks{more}"
+        others[words] = partial(_by_place, own)
+    for words, see in others.items():
+        if different(see):
+            yield Bug(ORDER, words, see=see)
     for words, of in SLOTS.items():
         if different(see := partial(_in_slots, of)):
             gated = {name: with_values(name, G=partial(_gate_of, of)) for name in GATED}
-            yield Bug(ORDER, words, ALL, steps=gated)
-            yield Bug(ORDER, f"{words}, and in the gradient", ALL, see=see)
-    for words, how in PLACES.items():
-        if different(see := partial(_by_place, *how)):
-            yield Bug(ORDER, f"that of {words}", ALL, see=see)
+            yield Bug(ORDER, words, steps=gated)
+            yield Bug(ORDER, f"{words}, and in the gradient", see=see)
 
 
 def misread(question: Question) -> Iterator[Bug]:
     """Factors that are read by a map, alone or with all lists."""
     names = ["block_indices", *(["block_counts"] if question.block_counts is not None else [])]
     for by in lists.maps_of(question) if question.block_scale is not None else ():
-        name, words, stages, steps = _read("block_scale", by)
-        yield Bug(name, words, stages, steps=steps)
+        read = {"G": lambda c, by=by: per_key(c.view, _taken(c.question, by), 1.0)}
+        steps = {name: with_values(name, **read) for name in GATED}
+        yield Bug(MISREAD, f"block_scale, {by.words}", steps=steps)
         see, words = listed(partial(lists.moved, by, names)), ", ".join(names)
-        yield Bug(name, f"{words} and block_scale, {by.words}", stages, see, steps)
+        yield Bug(MISREAD, f"{words} and block_scale, {by.words}", see=see, steps=steps)
 
 
 # ---- its gradient, and where it is left out ---------------------------------------------------
@@ -65,7 +59,6 @@ def misread(question: Question) -> Iterator[Bug]:
 NO_GRADIENT: dict[str, Step] = dict.fromkeys(("dG", "gG"), lambda c: np.zeros_like(c.P))
 GATED, MOVED = ("S", "dY", "E", "tdY"), ("E", "tdY")  # what it, and what its direction multiplies
 S, DY, E, TDY = ({name: with_values(name, G=lambda c: 1.0)} for name in GATED)
-READ = {"block_scale": ("G", 1.0, GATED, ALL), "tblock_scale": ("tG", 0.0, MOVED, SECOND + JVP)}
 STILL_E, STILL_TDY = ({name: with_values(name, tG=lambda c: 0.0)} for name in MOVED)
 NEITHER: dict[str, Step] = {"G": lambda c: 1.0, "tG": lambda c: 0.0}
 AS_IF_1 = S | DY | {name: with_values(name, **NEITHER) for name in MOVED}
@@ -118,16 +111,9 @@ def _shared(share: Floats, name: str, c: Context) -> Floats:
 # ---- which slot -------------------------------------------------------------------------------
 
 
-def _read(name: str, by: maps.Map) -> Row:
-    """block_scale or its direction, read by a map."""
-    operand, none, sites, stages = READ[name]
-    read = {operand: lambda c: per_key(c.view, _taken(c.question, name, by), none)}
-    return MISREAD, f"{name}, {by.words}", stages, {x: with_values(x, **read) for x in sites}
-
-
 @lru_cache(maxsize=2)
-def _taken(question: Question, name: str, by: maps.Map) -> Floats:
-    return by.moved(maps.geometry(question, "dblock_scale"), getattr(question, name))
+def _taken(question: Question, by: maps.Map) -> Floats:
+    return by.moved(maps.geometry(question, "dblock_scale"), np.asarray(question.block_scale))
 
 
 # for slots (heads, n, m), -1 of the own block where none names it, of so many others; own: keys of
@@ -136,11 +122,6 @@ Slots = Callable[[Ints, Ints, int], Ints]
 SLOTS: dict[str, Slots] = {
     "that of the last slot for the own block": lambda slot, own, n: slot % n,
     "that of the first slot for the own block": lambda slot, own, n: np.maximum(slot, 0),
-    "the next slot's": lambda slot, own, n: np.where(slot < 0, slot, (slot + 1) % n),
-    "that of the slot before": lambda slot, own, n: np.where(slot < 0, slot, (slot - 1) % n),
-    "that of the slot counted from behind": lambda slot, own, n: np.where(
-        slot < 0, slot, n - 1 - slot
-    ),
     "1 for the own block where a slot names it": lambda slot, own, n: np.where(own, -1, slot),
 }
 
@@ -158,27 +139,16 @@ def _in_slots(of: Slots, question: Question, views: Sequence[View]) -> Sequence[
     return found
 
 
-PLACES = {  # by which slots may be numbered: ascending, counting the own block, and those behind it
-    "its place in the list, without padding and repeats": (False, False, False),
-    "its place in the list, without padding, repeats and what is behind": (False, False, True),
-    "its place in the sorted list of blocks": (True, False, True),
-    "its place in the sorted list of blocks, the own one among them": (True, True, True),
-}
-
-
-def _by_place(
-    ascending: bool, own: bool, ends: bool, question: Question, views: Sequence[View]
-) -> Sequence[View]:
-    """The same views, with factors by the place of a block among those that are walked."""
+def _by_place(own: bool, question: Question, views: Sequence[View]) -> Sequence[View]:
+    """Views with factors by a block's place among those walked, ascending; ``own``: its own too."""
     if not views or views[0].lists is None or not question.slots:
         return views
     x, entry = views[0].lists, np.arange(question.slots + 1)
     here = np.broadcast_to(x.own_block, (*x.named.shape[:2], 1))
     block = np.concatenate([x.named, here], axis=2)
     walked = (x.walked > 0) & (own | (entry < question.slots))
-    walked &= (block <= here) | (not (ends and question.causal))
-    order = block if ascending else np.broadcast_to(entry, block.shape)
-    place = ((order[..., None, :] < order[..., None]) & walked[..., None, :]).sum(axis=3)
+    walked &= (block <= here) | (not question.causal)
+    place = ((block[..., None, :] < block[..., None]) & walked[..., None, :]).sum(axis=3)
     place = np.minimum(place, question.slots - 1)
     found = []
     for view in views:

@@ -85,14 +85,6 @@ def _uncut(free: Callable[[Ints, Ints], Any]) -> Change:
     return change
 
 
-def _but_full(named: bool) -> Of:
-    """Slots that count, or own blocks, but for a last block of the sequence that is full."""
-    return lambda x: (
-        (x.counted if named else x.own)
-        & ~((x.whole == x.blocks) & ((x.named if named else x.own_block) == x.blocks - 1))
-    )
-
-
 def _in_32_bits(x: Lists) -> Ints:
     """Blocks by their first key, as an integer of so many bits."""
     return np.asarray(((x.named * x.size + 2**31) % 2**32 - 2**31) // x.size)
@@ -134,12 +126,9 @@ TABLE: tuple[Row, ...] = (  # the first one is of block_counts
     (READ, "if negative from the end", where(named=lambda x: x.named + x.blocks * (x.named < 0))),
     (READ, "past the end as the last block", where(named=lambda x: np.fmin(x.named, x.blocks - 1))),
     (READ, "if negative as the first block", where(named=lambda x: np.maximum(x.named, 0))),
-    (READ, "if negative as the block without the sign", where(named=lambda x: np.abs(x.named))),
     (READ, "by block * block_size in 32 bits", where(named=_in_32_bits)),
     (MISREAD, "block_indices: block n - 1", where(named=lambda x: x.named - 1)),
-    (MISREAD, "block_indices: block n + 1", where(named=lambda x: x.named + 1)),
     (CUT, "a last block that is not full", _only(lambda x: x.counted & (x.named < x.whole))),
-    (CUT, "a last block that is full", where(counted=_but_full(True), own=_but_full(False))),
     (CUT, "without the last one", _only(lambda x: x.counted & (x.slots < x.slots[-1:]))),
     (CUT, "without the last counted", _only(lambda x: x.slots + 1 < x.limit.clip(0, x.slots.size))),
     (COUNTS, "", _only(lambda x: x.named >= 0)),
@@ -183,33 +172,25 @@ def of_heads(of: Ints, factors: Ints, x: Lists) -> Lists:
 Number = Callable[[Lists], Ints]
 PLACES: dict[str, Number] = {  # of a query among the keys
     "at i, without seqlen_k - seqlen_q": lambda x: x.row,
-    "at its token in the pack": lambda x: x.row + x.start,
     "one key further": lambda x: x.place + 1,
-    "one key before": lambda x: x.place - 1,
 }
 OF_PLACES = {"the own block and the mask": ("place", "bound"), "the own block": ("place",)}
 OF_PLACES |= {"the mask": ("bound",)}
 
 
 def misread(question: Question) -> Iterator[Bug]:
-    """Lists that are read by a map, alone or with what belongs to them, and queries that stand at
-    another key."""
+    """Lists that are read by a map, alone or together, and queries that stand at another key."""
     stages, names = tuple(STAGES), ["block_indices"]
     names += ["block_counts"] * (question.block_counts is not None)
     alone = [names[:1], names[1:], names][: 2 * len(names) - 1]
     for by, some in product(maps_of(question), alone):
         see = listed(partial(moved, by, some))
         yield Bug(MISREAD, f"{' and '.join(some)}, {by.words}", stages, see)
-    most: dict[str, Callable[..., Ints]] = {"most": np.max, "least": np.min}
-    for words, of in most.items() if names[1:] else ():
-        for t in TILES:
-            see = listed(_only(partial(_counts_of_tile, t, of)))
-            yield Bug(MISREAD, f"block_counts, the {words} of a tile of {t} queries", stages, see)
-    tiles: dict[str, Number] = {}
-    for t in TILES:
-        tiles[f"where query i // {t} * {t} stands"] = partial(_of_tile, t)
-        tiles[f"where the last query of its tile of {t} stands"] = partial(_of_last, t)
-    for (words, number), (what, fields) in product((PLACES | tiles).items(), OF_PLACES.items()):
+    places: dict[str, Number] = PLACES | {
+        f"where {words.format(t)} stands": partial(_of_row, words, t)
+        for t, words in product(TILES, (maps.TILED, maps.LAST))
+    }
+    for (words, number), (what, fields) in product(places.items(), OF_PLACES.items()):
         see = listed(where(**dict.fromkeys(fields, number)))
         yield Bug(PLACE, f"{what}: {words}", stages, see)
         if fields == ("bound",):
@@ -221,11 +202,9 @@ def misread(question: Question) -> Iterator[Bug]:
 def maps_of(question: Question) -> Iterator[maps.Map]:
     """Where the lists of a query may be looked for."""
     longest = max(question.lengths_q, default=0)
-    for t in (t for t in TILES if t < longest):
-        yield maps.of_rows("row i // {0} * {0}", t)
-        yield maps.Map("rows", f"the last row of its tile of {t}", partial(_last_of_tile, t))
-    for words, by in product(("row i + {}", "row i - {}", "row i % {}"), (1, *TILES)):
-        if by < longest and (by > 1 or "%" not in words):
+    ways = (maps.TILED, maps.LAST, "row i + {}", "row i - {}", "row i % {}")
+    for words, by in product(ways, (1, *TILES)):
+        if by < longest and (by > 1 or words in ways[2:4]):
             yield maps.of_rows(words, by)
     beyond = len(question.k) > len(question.q)  # the last list it may be taken
     for of in maps.sequences(question):
@@ -236,11 +215,6 @@ def maps_of(question: Question) -> Iterator[maps.Map]:
     if np.asarray(question.block_indices).shape[1] > 1:
         yield from [*maps.heads(question)][:3]  # others are of groups
     yield from maps.layouts(False)
-
-
-def _last_of_tile(t: int, g: maps.Geometry) -> maps.At:
-    row = g.row
-    return g.everywhere._replace(t=row.start + np.minimum(row.i // t * t + t, row.n) - 1)
 
 
 def _within(by: maps.Map, g: maps.Geometry) -> maps.At:
@@ -258,18 +232,7 @@ def moved(by: maps.Map, names: Sequence[str], x: Lists) -> Lists:
     return replace(lists_of(replace(x.question, **found)), question=x.question)
 
 
-def _of_tile(tile: int, x: Lists) -> Ints:
-    return np.asarray(x.place - x.row % tile)
-
-
-def _of_last(tile: int, x: Lists) -> Ints:
+def _of_row(words: str, tile: int, x: Lists) -> Ints:
+    """The place of another query of the sequence, which ``maps`` has these words for."""
     n = by_token(x.question, x.question.lengths_q)
-    return np.asarray(x.place - x.row + np.minimum(x.row // tile * tile + tile, n) - 1)
-
-
-def _counts_of_tile(tile: int, of: Callable[..., Ints], x: Lists) -> Ints:
-    """Slots that count by what ``of`` makes of the block_counts of a tile of queries."""
-    limit, first = x.limit.copy(), (x.start + x.row // tile * tile)[:, 0, 0]
-    for token in np.unique(first):
-        limit[first == token] = of(limit[first == token], axis=0)
-    return np.asarray(x.slots < limit)
+    return np.asarray(x.place - x.row + maps.ROWS[words](x.row, tile, n))

@@ -27,11 +27,10 @@ def _bugs(question: Question) -> Iterator[Bug]:
     for name, words, change in rows(question):
         if different(see := listed(change)):
             yield Bug(name, words, see=see)
-    for own, where in ((False, "where it is selected"), (True, "where it is seen")):
-        if different(see := partial(_completed, True, own)):
-            yield Bug("padded-keys", f"zeros, {where}", see=see)
-        if different(see := partial(_completed, False, own)):
-            yield Bug("neighbour-leak", f"up to the end of the last block, {where}", see=see)
+    if different(see := partial(_completed, True)):
+        yield Bug("padded-keys", "zeros in a last block that is selected", see=see)
+    if different(see := partial(_completed, False)):
+        yield Bug("neighbour-leak", "up to the end of a last block that is selected", see=see)
     if question.block_scale is not None:
         yield from gates.bugs(question, different)
     if question.sliding is not None:
@@ -41,8 +40,7 @@ def _bugs(question: Question) -> Iterator[Bug]:
 
 
 def of_weights(question: Question) -> Iterator[Bug]:
-    """All that change who sees whom, how often, or the factors of scores, whether they show here
-    or not."""
+    """All that change who sees whom, how often, or by what factor, whether they show or not."""
     yield from (Bug(name, words, see=listed(change)) for name, words, change in rows(question))
     if question.block_scale is not None:
         yield from gates.bugs(question, lambda see: True)
@@ -51,8 +49,7 @@ def of_weights(question: Question) -> Iterator[Bug]:
 
 
 def candidates(question: Question, stage: str, wrong: Collection[str]) -> Iterator[Bug]:
-    """More of a stage, to be tried on one sequence: arrays that are read elsewhere, parts of walks,
-    and what dense passes have too."""
+    """More of a stage, tried on one sequence: other arrays, parts of walks, tiles."""
     sizes = (size for size in TILES if size < 2 * max(question.lengths_k))
     of_tiles = (bug for size in sizes for bug in tiles(question, size))
     of_walks = chain(walks.bugs(question, wrong), walks.stale(question))
@@ -79,8 +76,8 @@ def _differing(question: Question) -> Callable[[See], bool]:
     return different
 
 
-def _completed(zeros: bool, own: bool, question: Question, views: Views) -> Sequence[View]:
-    """Keys that complete the last block of a sequence: zeros, or what lies there."""
+def _completed(zeros: bool, question: Question, views: Views) -> Sequence[View]:
+    """Keys that complete a last block that is selected: zeros, or what lies there."""
     found, size = [], question.block_size
     for view in views:
         count, there = question.lengths_k[view.sequence], len(view.keys)
@@ -91,6 +88,6 @@ def _completed(zeros: bool, own: bool, question: Question, views: Views) -> Sequ
         keys = np.where(zeros | (keys >= len(question.k)), -1, keys)
         like = np.append(np.arange(there), np.full(len(keys), (count - 1) // size * size))
         weight, slot = view.weight[..., like], view.slot[..., like]
-        weight[..., there:] *= own | (slot[..., there:] >= 0)
+        weight[..., there:] *= slot[..., there:] >= 0
         found.append(replace(view, keys=np.append(view.keys, keys), weight=weight, slot=slot))
     return found
