@@ -66,6 +66,10 @@ class Sample:
                 best, self.sequence, self.head_kv = merit, b, int(by_head.argmax())
         self.left = self._distances(self.truth)
 
+    def has(self, view: View) -> bool:
+        """Whether it is the view that is looked at."""
+        return view.sequence == self.sequence and view.head_kv == self.head_kv
+
     def _left(self, name: str, wanted: Floats, sequence: int) -> Floats:
         """What a prediction leaves of an answer of a sequence, relative to its size, by head."""
         rows = self.question.span(name, sequence)
@@ -91,10 +95,6 @@ class Sample:
     def near(self, bugs: Iterable[Bug], each: int, until: float) -> list[Bug]:
         """Of those that come near on one of the wrong answers so many for each of these, by all of
         it; from ``until`` on, by effort.spent(), none is tried."""
-
-        def here(view: View) -> bool:
-            return view.sequence == self.sequence and view.head_kv == self.head_kv
-
         found: list[tuple[dict[str, float], Bug]] = []
         known: dict[object, dict[str, float]] = {}
         for bug in bugs:
@@ -102,7 +102,7 @@ class Sample:
                 break
             if bug.alike is None or bug.alike not in known:
                 with np.errstate(all="ignore"):
-                    answers = solve(self.question, self.stage, bug, given=self.given, only=here)
+                    answers = solve(self.question, self.stage, bug, given=self.given, only=self.has)
                 known[bug.alike] = self._distances(answers)
             left = known[bug.alike]
             near = {n: left[n] for n in self.wrong if left[n] < min(FAR, CLEARS * self.left[n])}

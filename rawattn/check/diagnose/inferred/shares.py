@@ -30,8 +30,7 @@ def bugs(sample: Sample) -> Iterator[Bug]:
     names = [n for n in GRADIENTS if n in sample.wrong and sample.stage == "backward"]
     read = names and not sample.question.sparse
     for c in contexts(sample.question, "backward", sample.given) if read else ():
-        here = c.view.sequence == sample.sequence and c.view.head_kv == sample.head_kv
-        for name in names if here and c.S.size else ():
+        for name in names if sample.has(c.view) and c.S.size else ():
             rows, heads = c.view.rows[:, None], c.view.heads
             if name != "dq":
                 rows, heads = c.view.keys[:, None], np.array([c.view.head_kv])

@@ -11,6 +11,7 @@ import ml_dtypes
 import numpy as np
 
 from rawattn.check.diagnose.catalogue import partial_sums
+from rawattn.check.diagnose.catalogue.inputs import PRODUCTS, word
 from rawattn.check.diagnose.catalogue.partial_sums import Parts, Results
 from rawattn.check.diagnose.catalogue.second_order import with_values
 from rawattn.check.diagnose.engine.attention import (
@@ -45,14 +46,6 @@ KEPT = {  # what else may be kept in fewer bits, and the step that makes it
     "jvp": {"P": "P", **OF_TANGENTS},
     "second": OF_DERIVATIVES | OF_TANGENTS | {"W": "w", "dS": "dS", "dS'": "tdS", "dP'": "tdP"},
 }
-PRODUCTS = {  # by their steps, in words, and their operands
-    **{"Y": {"q k^T": "Q K"}, "O": {"P v": "P V"}, "dP": {"dout v^T": "dO V"}},
-    **{"dQ": {"dS k": "dY K"}, "dK": {"dS^T q": "dY Q"}, "dV": {"P^T dout": "P dO"}},
-    **{"tY": {"tq k^T": "tQ K", "q tk^T": "Q tK"}, "tO": {"tP v": "tP V", "P tv": "P tV"}},
-    **{"gQ": {"dS' k": "tdY K", "dS tk": "dY tK"}, "gK": {"dS'^T q": "tdY Q", "dS^T tq": "dY tQ"}},
-    **{"gV": {"tP^T dout": "tP dO"}, "tdP": {"dout tv^T": "dO tV"}},
-}
-IN_WORDS = {"dY": "dS", "tdY": "dS'", "dO": "dout", "tP": "the tangent of P"}
 Rounded = Callable[[Floats], Floats]
 
 
@@ -157,16 +150,12 @@ def _roundings(question: Question, stage: str) -> Iterator[Bug]:
         for words, steps in itertools.chain(_kept_in(to_dtype(dtype), stage), of_parts):
             form = f"{words} in {np.dtype(dtype).name}"
             yield Bug("narrow-intermediate", form, (stage,), steps=steps)
-    coarse = {np.dtype(dtype).name: to_dtype(dtype) for dtype in NARROW[:2]} | {
-        "TF32 (or float16)": to_tf32
-    }
-    for name, r in coarse.items():
+    coarse = {np.dtype(dtype).name: to_dtype(dtype) for dtype in NARROW[:2]}
+    for name, r in (coarse | {"TF32 (or float16)": to_tf32}).items():
         for step in (step for step in PROGRAMS[stage] if step in PRODUCTS):
-            every = {words: operands.split() for words, operands in PRODUCTS[step].items()}
-            some = {f"the operands of {words}": of for words, of in every.items()}
-            some |= {f"the operands of {' and '.join(every)}": [*itertools.chain(*every.values())]}
-            single = ((words, x) for words, of in every.items() for x in of if r is not to_tf32)
-            some |= {f"{IN_WORDS.get(x, x)} of {words}": [x] for words, x in single}
+            product, operands, _ = PRODUCTS[step]
+            some = {f"the operands of {product}": operands}
+            some |= {f"{word(x, stage)} of {product}": (x,) for x in operands if r is not to_tf32}
             for words, of in some.items():
                 steps = {step: with_values(step, **{x: partial(_narrow, r, x) for x in of})}
                 yield Bug("", f"{words}{ALONE} in {name}", (stage,), steps=steps)
