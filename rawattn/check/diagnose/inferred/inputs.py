@@ -77,12 +77,6 @@ def _constants(sample: Sample) -> Iterator[Bug]:
         if left < 0.02 and abs(factor - 1) > max(1e-3, 2 * left):
             store, form = stored(name, partial(np.multiply, factor)), _in_words(factor, q)
             yield Bug("constant-factor", f"{name} times {form}", (sample.stage,), store=store)
-        more = (a - b)[inside[:, 0, 0]]
-        if more.size and np.ptp(more) < 1e-2 * abs(more.mean()):  # in float32 and finer
-            by = float(np.median(more))
-            form = f"{name} is {by:.4g} more, as of a sum that does not begin with 0"
-            store = stored(name, partial(np.add, by))
-            yield Bug("accumulator-not-reset", form, (sample.stage,), store=store)
 
 
 def _in_words(x: float, q: Question) -> str:

@@ -3,16 +3,14 @@ slope to the right values is 1: such a computation is right, but coarser than it
 
 import itertools
 import math
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import replace
 from functools import partial, reduce
 
 import ml_dtypes
 import numpy as np
 
-from rawattn.check.diagnose.catalogue import partial_sums
 from rawattn.check.diagnose.catalogue.inputs import PRODUCTS, word
-from rawattn.check.diagnose.catalogue.partial_sums import Parts, Results
 from rawattn.check.diagnose.catalogue.second_order import with_values
 from rawattn.check.diagnose.engine.attention import (
     NO_BUG,
@@ -20,10 +18,9 @@ from rawattn.check.diagnose.engine.attention import (
     PROGRAMS,
     Bug,
     Rounding,
-    exact,
     solve,
 )
-from rawattn.check.diagnose.engine.question import Answers, Question, by_rows
+from rawattn.check.diagnose.engine.question import Answers, by_rows
 from rawattn.check.diagnose.engine.steps import STEPS, Context, Floats, Step, changed, times
 from rawattn.check.diagnose.evidence.precision import to_dtype, to_tf32
 from rawattn.check.diagnose.findings import Finding
@@ -127,7 +124,7 @@ def narrowed(verdict: StageVerdict, tensors: Sequence[str]) -> tuple[str, str, f
     best = (0, 0, NARROWS, "", "")  # how many tensors, how many not, what is left of their errors
     ways = [verdict.work.finest.rounding] * (question.dtype.itemsize == 2) + [NONE]
     for how in ways:
-        for form, of in _followed(verdict, tensors, how, _roundings(question, stage)):
+        for form, of in _followed(verdict, tensors, how, _roundings(stage)):
             left = {n: 1 + by**2 - 2 * like * by for n, (like, by) in of.items() if by > 1 / 4}
             # what one tensor shows to the last digit, others need not, but of many alike
             of_product = ALONE in form
@@ -143,11 +140,10 @@ def narrowed(verdict: StageVerdict, tensors: Sequence[str]) -> tuple[str, str, f
     return (form, text, share) if form else ("", "", 1.0)
 
 
-def _roundings(question: Question, stage: str) -> Iterator[Bug]:
+def _roundings(stage: str) -> Iterator[Bug]:
     """A stage with one intermediate in fewer bits: slope 1, and the same error on every run."""
     for dtype in NARROW:
-        of_parts = _of_parts(to_dtype(dtype), question, stage) if dtype in NARROW[:2] else ()
-        for words, steps in itertools.chain(_kept_in(to_dtype(dtype), stage), of_parts):
+        for words, steps in _kept_in(to_dtype(dtype), stage):
             form = f"{words} in {np.dtype(dtype).name}"
             yield Bug("narrow-intermediate", form, (stage,), steps=steps)
     coarse = {np.dtype(dtype).name: to_dtype(dtype) for dtype in NARROW[:2]}
@@ -159,32 +155,6 @@ def _roundings(question: Question, stage: str) -> Iterator[Bug]:
             for words, of in some.items():
                 steps = {step: with_values(step, **{x: partial(_narrow, r, x) for x in of})}
                 yield Bug("", f"{words}{ALONE} in {name}", (stage,), steps=steps)
-
-
-def _of_parts(
-    r: Rounded, question: Question, stage: str
-) -> Iterator[tuple[str, Mapping[str, Step]]]:
-    """What tiles of the softmax, or parts that are merged, keep for each other."""
-
-    def kept(parts: Parts, lse: Rounded, out: Rounded) -> Results:
-        row_sum = np.exp(lse(parts.lses) - np.maximum(parts.tops, LOWEST))[..., None]
-        return partial_sums.merged(
-            Parts(parts.tops, {"row_sum": row_sum, "out": row_sum * out(parts.outs)})
-        )
-
-    def way(factors: Floats, _: Floats) -> tuple[Floats, float]:
-        return r(factors), 1.0
-
-    if stage in ("backward", "second") or question.sinks is not None:
-        return
-    for at, cut in partial_sums.tiles(question).items():
-        sums = ("out", "row_sum", "e", "tout")[: 2 if stage == "forward" else 4]
-        of = partial(partial_sums.rescaled, wrong=sums, way=way)
-        yield f"the factor of the rescale, {at},", partial_sums.steps(stage, cut, of)
-    for at, cut in partial_sums.splits(question).items() if stage == "forward" else ():
-        for words, lse, out in (("lse", r, exact), ("out", exact, r)):
-            of = partial(kept, lse=lse, out=out)
-            yield f"{words} of each of {at}", partial_sums.steps(stage, cut, of)
 
 
 def _narrow(r: Rounded, name: str, c: Context) -> Floats:
