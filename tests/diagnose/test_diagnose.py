@@ -14,7 +14,7 @@ from rawattn.check.diagnose.findings import of_sides
 from rawattn.check.diagnose.judge.diagnosis import diagnose
 from rawattn.check.diagnose.judge.failures import answers_of, question_of, small
 from rawattn.check.diagnose.judge.proofs import reference_of
-from rawattn.check.diagnose.judge.whole import SCORES, cost, cut
+from rawattn.check.diagnose.judge.whole import SCORES, costs_of, cut
 from rawattn.check.diagnose.read.forms import sum_of_own
 from rawattn.check.machine import use_simulator
 from rawattn.check.peer import torch_attention
@@ -208,7 +208,7 @@ def test_a_large_problem_is_cut(rare: bool) -> None:
     question = packed(lengths, FLOAT64, **(options if rare else {}))
     right = solve(question, "forward")
     part, answers, said = cut(question, right)
-    assert sum(cost(part, b) for b in range(part.batch)) <= SCORES
+    assert sum(costs_of(part)) <= SCORES
     assert part.lengths_q == (40, 30) and part.lengths_k == ((33, 23) if rare else (40, 30))
     assert "1 to 2" in said and part.rare == question.rare
     assert np.allclose(answers["out"], reference_of(part, answers, None)["out"])

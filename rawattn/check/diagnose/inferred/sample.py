@@ -5,10 +5,16 @@ from collections.abc import Callable, Iterable
 
 import numpy as np
 
-from rawattn.check.diagnose.engine.attention import Bug, Floats, Given, Store, View, solve
+from rawattn.check.diagnose.engine.attention import Bug, Floats, Given, Passed, Store, View, solve
 from rawattn.check.diagnose.engine.effort import over
 from rawattn.check.diagnose.engine.question import BY_ROW, STAGES, Answers, Question, by_rows
-from rawattn.check.diagnose.evidence.precision import eps_of, finite, relative_residual, residual
+from rawattn.check.diagnose.evidence.precision import (
+    defined,
+    eps_of,
+    finite,
+    relative_residual,
+    residual,
+)
 
 LEAST, MOST = 1000, 80 * 80 * 2  # scores of a sample: others are taken where they show much more
 ZERO = 1e-6  # of the square of a number: what is small in no row may be 0 but for rounding
@@ -27,6 +33,15 @@ def stored(name: str, change: Callable[[Floats], Floats]) -> Store:
         return answers | {name: x[..., 0].T if name in BY_ROW else x}
 
     return store
+
+
+def is_wrong(question: Question, given: Passed) -> bool:
+    """Whether an out and lse are other numbers than the right ones, by more than rounding."""
+    right, off = solve(question, "forward"), []
+    for name, x in zip(("out", "lse"), given, strict=True):
+        pair = by_rows(name, x), by_rows(name, right[name])
+        off.append(relative_residual(*pair, defined(question, name, right[name])))
+    return max(off) > 16 * eps_of(question.q)
 
 
 class Sample:

@@ -12,14 +12,7 @@ import numpy as np
 
 from rawattn.check.diagnose.catalogue.inputs import PRODUCTS, word
 from rawattn.check.diagnose.catalogue.second_order import with_values
-from rawattn.check.diagnose.engine.attention import (
-    NO_BUG,
-    NONE,
-    PROGRAMS,
-    Bug,
-    Rounding,
-    solve,
-)
+from rawattn.check.diagnose.engine.attention import NO_BUG, NONE, PROGRAMS, Bug, Rounding, solve
 from rawattn.check.diagnose.engine.question import Answers, by_rows
 from rawattn.check.diagnose.engine.steps import STEPS, Context, Floats, Step, changed, times
 from rawattn.check.diagnose.evidence.precision import to_dtype, to_tf32

@@ -7,6 +7,7 @@ from typing import Any
 
 import numpy as np
 
+from rawattn.check.cases import Case
 from rawattn.check.diagnose.engine.parts import BY_TOKENS, part
 from rawattn.check.diagnose.engine.question import Answers, Question, by_rows, side_of
 from rawattn.check.diagnose.evidence import structure
@@ -22,15 +23,15 @@ MOST = 20_000_000  # scores of all sequences and heads: of more nothing is said
 OFF = 2.0**-5  # of the size of a row: more than any rounding
 
 
-def cost(question: Question, b: int) -> int:
-    """Scores of a sequence, of all heads."""
-    return question.lengths_q[b] * question.lengths_k[b] * question.num_heads_q
+def costs_of(q: Question | Case) -> list[int]:
+    """Scores of every sequence, of all heads."""
+    return [n * m * q.num_heads_q for n, m in zip(q.lengths_q, q.lengths_k, strict=True)]
 
 
 def cut(question: Question, answers: Answers) -> tuple[Question, Answers, str]:
     """Some neighbouring sequences, as many as there is time for; and what was done, in words. Of a
     single sequence that is too long, some key/value heads with their groups."""
-    costs = [cost(question, b) for b in range(question.batch)]
+    costs = costs_of(question)
     if sum(costs) <= SCORES:
         return question, answers, ""
     first, stop = run(costs)
@@ -71,7 +72,7 @@ def of_all(
     question: Question, answers: Answers, side: str, findings: Sequence[Finding]
 ) -> list[Finding]:
     """``findings`` of a part, and what all rows say where there are none."""
-    if findings or sum(cost(question, b) for b in range(question.batch)) > MOST:
+    if findings or sum(costs_of(question)) > MOST:
         return [*findings]
     works = [Stage(question, answers, stage, 0.0) for stage in question.stages]
     of = {name: work for work in works for name in work.tensors if name != "delta"}
