@@ -34,7 +34,6 @@ def bugs(question: Question, answers: Answers, stage: str) -> Iterator[Bug]:
         yield from _constants(sample)
         yield from accumulators.bugs(sample)
         yield from shares.bugs(sample)
-        yield from shares.by_rows_of_dq(sample)
         yield from _rearranged(sample)
         right, first = sample.found.keys() - wrong, sample.sequence
         listed = chain(

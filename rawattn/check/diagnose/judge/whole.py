@@ -12,8 +12,6 @@ from rawattn.check.diagnose.engine.parts import BY_TOKENS, part
 from rawattn.check.diagnose.engine.question import Answers, Question, by_rows, side_of
 from rawattn.check.diagnose.evidence import structure
 from rawattn.check.diagnose.findings import Finding
-from rawattn.check.diagnose.inferred import shares
-from rawattn.check.diagnose.inferred.sample import Sample
 from rawattn.check.diagnose.judge.match import Stage
 from rawattn.check.diagnose.judge.proofs import finding
 
@@ -87,10 +85,4 @@ def of_all(
     title = f"rows of {', '.join(wrong)} are {held}, from row {first[name]} of {name} on"
     look_at = "offsets in memory (their width), grids, and workspaces: short packs are right"
     given = (side, bug, ", ".join(wrong), "medium", said)
-    work = of[name]
-    bugs = shares.by_rows_of_dq(Sample(*work.asked)) if work.stage == "backward" else ()
-    for guess in work.planted(bugs):
-        if all(of[n] is work and work.relative(guess, n) < OFF for n in wrong):
-            told = (side, guess.bug.name, *given[2:])
-            return [finding(*told, title=guess.bug.variant)]
     return [finding(*given, title=title, look_at=look_at)]
