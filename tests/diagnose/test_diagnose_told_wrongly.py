@@ -581,4 +581,4 @@ def test_an_operand_of_one_product_and_parts_in_fewer_bits_are_named() -> None:
     question = packed((50, 30), FLOAT32, heads=(2, 1))
     answers = computed(question)
     answers["dk"] = computed(question, rounded(BFLOAT16, "dS"))["dk"]
-    assert "dS of dS^T q, there alone, in bfloat16" in told(diagnose(question, answers))
+    assert "dS of dS^T Q, there alone, in bfloat16" in told(diagnose(question, answers))

@@ -43,17 +43,17 @@ APART = {
 OF_FIRST_PASS = {"ddout", "ddlse"}
 PRODUCTS = {  # a product: its name, its operands, and the results that it has a part in
     "Y": ("Q K^T", ("K", "Q"), {"out", "lse", "dq", "dk", "dv", *OF_FIRST_PASS, "gq", "gk", "gv"}),
-    "O": ("P V", ("V",), {"out"}),
+    "O": ("P V", ("V", "P"), {"out"}),
     "dP": ("dO V^T", ("V", "dO"), {"dq", "dk", "gq", "gk"}),
-    "dQ": ("dS K", ("K",), {"dq"}),
+    "dQ": ("dS K", ("K", "dY"), {"dq"}),
     "dK": ("dS^T Q", ("dY", "Q"), {"dk"}),
     "dV": ("P^T dO", ("P", "dO"), {"dv"}),
     "D": ("dO . O", ("dO", "O"), {"dq", "dk", "gq", "gk"}),
     "tY": ("E", ("tQ", "K", "Q", "tK"), {"tout", "tlse", "ddout", "ddlse", "gq", "gk", "gv"}),
-    "tO": ("the product with V", ("V", "tV"), {"tout", "ddout", "gq", "gk"}),
+    "tO": ("the product with V", ("V", "tV", "tP", "P"), {"tout", "ddout", "gq", "gk"}),
     "tdP": ("dO ddv^T", ("dO", "tV"), {"gq", "gk"}),
     "w": ("dO . ddout", ("dO", "tO"), {"gq", "gk"}),
-    "tdS": ("dS'", ("D", "w"), {"gq", "gk"}),
+    "tdS": ("dS'", ("D", "w", "tP", "P", "dP", "tdP"), {"gq", "gk"}),
     "gQ": ("gq", ("K", "tK", "tdY", "dY"), {"gq"}),
     "gK": ("gk", ("Q", "tQ", "tdY", "dY"), {"gk"}),
     "gV": ("gv", ("tP", "dO"), {"gv"}),
@@ -64,7 +64,8 @@ ALIKE: dict[str, str] = {  # operands of the same shape, of a stage
     "second": "K tK, V tV, Q tQ, dO O tO, P tP, dY tdY, dP tdP, D w",
 }
 SQUARES = {"dQ": "dY", "dK": "dY", "dV": "P", "gQ": "tdY", "gK": "tdY", "gV": "tP"}
-OF_PAIRS = {"tdS": ("tP", "P", "dP", "tdP"), "tO": ("tP", "P")}  # operands of more than one entry
+# operands whose rows are those of the results
+OF_ROWS = {"O": "P", "dQ": "dY", "tO": "tP P", "tdS": "tP P dP tdP"}
 NAMES = ARRAYS | {"tK": "ddk", "tV": "ddv", "tQ": "ddq", "tO": "ddout"}
 NAMES |= {"P": "P", "dY": "dS", "tP": "P'", "tdY": "dS'", "D": "D", "w": "W"}
 NUMBERS = {"D": "delta", "w": "w"}
@@ -114,7 +115,7 @@ def _read(question: Question, stage: str, wrong: Names, right: Names, b: int) ->
             if by.family == "heads" and len(names) > 1 and not numbers:
                 continue
             kind, steps = _kind(names, by), reading({name: name for name in names}, by)
-            text = f"{', '.join(_word(OPERANDS[name], stage) for name in names)}: {by.words}"
+            text = f"{', '.join(word(OPERANDS[name], stage) for name in names)}: {by.words}"
             alike = (names, *(by.in_sequence(maps.geometry(question, name), b) for name in names))
             yield Bug(kind, text, (stage,), steps=steps, alike=alike)
 
@@ -131,8 +132,9 @@ def _operands(question: Question, stage: str, wrong: Names, right: Names, b: int
     for step, (product, operands, results) in PRODUCTS.items():
         if results & right or not results & wrong:
             continue
-        for operand in operands:
-            text, of = f"{_word(operand, stage)} in {product}", (ARRAYS | NUMBERS).get(operand, "")
+        own_rows = OF_ROWS.get(step, "").split()
+        for operand in (x for x in operands if x not in own_rows):
+            text, of = f"{word(operand, stage)} in {product}", (ARRAYS | NUMBERS).get(operand, "")
             of_keys = maps.heads_of_keys(question) if of in OF_KEYS else ()
             found = [*of_rows, *of_keys, *(of_arrays if of else ())]
             if not _given(question, [of]):
@@ -144,22 +146,21 @@ def _operands(question: Question, stage: str, wrong: Names, right: Names, b: int
                 kind = "delta-of-another-out" if step == "D" else _kind([of], by)
                 key = text, inside, by.in_sequence(maps.geometry(question, of or "q"), b)
                 yield Bug(kind, f"{text}: {by.words}", (stage,), steps=steps, alike=key)
-        every = *operands, *OF_PAIRS.get(step, ())
         for operand, other in (pair for some in alike for pair in itertools.permutations(some, 2)):
-            if operand in every:
-                text = f"{_word(other, stage)} for {_word(operand, stage)} in {product}"
-                both = {operand: attrgetter(other)}
-                yield Bug(
-                    "arguments-swapped", text, (stage,), steps={step: with_values(step, **both)}
-                )
-                if other in every and operand < other:
-                    both[other] = attrgetter(operand)
-                    text = f"{_word(operand, stage)} and {_word(other, stage)} in {product}"
-                    steps = {step: with_values(step, **both)}
-                    yield Bug("arguments-swapped", f"{text}, exchanged", (stage,), steps=steps)
+            if operand in operands:
+                text = f"{word(other, stage)} for {word(operand, stage)} in {product}"
+                ways = {text: {operand: attrgetter(other)}}
+                if other in operands and operand < other:
+                    text = (
+                        f"{word(operand, stage)} and {word(other, stage)} in {product}, exchanged"
+                    )
+                    ways[text] = {operand: attrgetter(other), other: attrgetter(operand)}
+                for text, values in ways.items():
+                    steps = {step: with_values(step, **values)}
+                    yield Bug("arguments-swapped", text, (stage,), steps=steps)
         for size in TILES if step in SQUARES else ():
             square = {SQUARES[step]: partial(_transposed, SQUARES[step], size)}
-            text = f"{_word(SQUARES[step], stage)} in {product}: squares of {size} transposed"
+            text = f"{word(SQUARES[step], stage)} in {product}: squares of {size} transposed"
             yield Bug("stale-tile", text, (stage,), steps={step: with_values(step, **square)})
 
 
@@ -172,7 +173,7 @@ def _transposed(operand: str, size: int, c: Context) -> Floats:
     return np.where(inside, x[:, np.where(inside, rows, 0), np.where(inside, keys, 0)], 0.0)
 
 
-def _word(operand: str, stage: str) -> str:
+def word(operand: str, stage: str) -> str:
     """What an operand is called."""
     name = NAMES.get(operand, operand)
     return name.replace("dd", "t") if stage == "jvp" else name

@@ -33,8 +33,10 @@ def bugs(sample: Sample) -> Iterator[Bug]:
             held = _held(right, found - right, inside > 0)
             if held is not None:
                 sequence = of[units[:, 0]] if tile else 0 * heads[:, 0]
-                which = _which(held, sequence, np.asarray(right.any(axis=1)))
-                text = f"{name}: a {f'tile of {tile} rows' if tile else 'head'} holds {which} too"
+                unit = f"tiles of {tile} rows" if tile else "heads"
+                pairs = np.argwhere(held)[:4].tolist()
+                which = ", ".join(f"{a} has {held[a, b]:+g} of {b}" for a, b in pairs)
+                text = f"{name}: {unit} hold others too: {which}, ..."
                 behind = np.triu(held) * (sequence[:, None] != sequence)  # not of earlier work
                 bug = "offsets-shifted" if behind.any() else "accumulator-not-reset"
                 bug = "unknown" if (held < 0).any() else bug
@@ -76,17 +78,3 @@ def _with(units: Units, held: Floats, axis: int, given: Floats) -> Floats:
     added = (held @ _cut(x, units)).reshape(*units.shape, *x.shape[1:])
     x[units[units >= 0]] += added[units >= 0]
     return x.swapaxes(0, axis)
-
-
-def _which(held: Floats, sequence: np.ndarray, tells: np.ndarray) -> str:
-    """Whose sums each unit has beside its own."""
-    order, own = np.arange(len(held)), sequence[:, None] == sequence
-    later = order[:, None] > order
-    told = {
-        "that of the one before it": order[:, None] == order + 1,
-        "those of all before it in its sequence": later & own,
-        "those of all behind it in its sequence": later.T & own,
-    }
-    known = (text for text, due in told.items() if np.array_equal(held[:, tells], due[:, tells]))
-    pairs = ", ".join(f"{a} has {held[a, b]:+g} of {b}" for a, b in np.argwhere(held)[:4].tolist())
-    return next(known, f"others, by their numbers: {pairs}, ...,")

@@ -40,8 +40,7 @@ def bugs(question: Question, answers: Answers, stage: str) -> list[Bug]:
     """Bugs of partial sums that fit the view of a sample."""
     sample = Sample(question, answers, stage)
     views = contexts(question, stage) if sample.wrong and stage in TENSORS else ()
-    here = sample.sequence, sample.head_kv
-    for c in (c for c in views if (c.view.sequence, c.view.head_kv) == here and c.S.shape[2]):
+    for c in (c for c in views if sample.has(c.view) and c.S.shape[2]):
         names = {of: name for of, name in TENSORS[stage].items() if name in sample.found}
         found = {of: sample.found[name][c.view.rows][:, c.view.heads] for of, name in names.items()}
         merges = _merges(c, found) if stage == "forward" else []

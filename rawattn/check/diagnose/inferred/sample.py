@@ -5,10 +5,16 @@ from collections.abc import Callable, Iterable
 
 import numpy as np
 
-from rawattn.check.diagnose.engine.attention import Bug, Floats, Given, Store, View, solve
+from rawattn.check.diagnose.engine.attention import Bug, Floats, Given, Passed, Store, View, solve
 from rawattn.check.diagnose.engine.effort import over
 from rawattn.check.diagnose.engine.question import BY_ROW, STAGES, Answers, Question, by_rows
-from rawattn.check.diagnose.evidence.precision import eps_of, finite, relative_residual, residual
+from rawattn.check.diagnose.evidence.precision import (
+    defined,
+    eps_of,
+    finite,
+    relative_residual,
+    residual,
+)
 
 LEAST, MOST = 1000, 80 * 80 * 2  # scores of a sample: others are taken where they show much more
 ZERO = 1e-6  # of the square of a number: what is small in no row may be 0 but for rounding
@@ -27,6 +33,15 @@ def stored(name: str, change: Callable[[Floats], Floats]) -> Store:
         return answers | {name: x[..., 0].T if name in BY_ROW else x}
 
     return store
+
+
+def is_wrong(question: Question, given: Passed) -> bool:
+    """Whether an out and lse are other numbers than the right ones, by more than rounding."""
+    right, off = solve(question, "forward"), []
+    for name, x in zip(("out", "lse"), given, strict=True):
+        pair = by_rows(name, x), by_rows(name, right[name])
+        off.append(relative_residual(*pair, defined(question, name, right[name])))
+    return max(off) > 16 * eps_of(question.q)
 
 
 class Sample:
@@ -66,6 +81,10 @@ class Sample:
                 best, self.sequence, self.head_kv = merit, b, int(by_head.argmax())
         self.left = self._distances(self.truth)
 
+    def has(self, view: View) -> bool:
+        """Whether it is the view that is looked at."""
+        return view.sequence == self.sequence and view.head_kv == self.head_kv
+
     def _left(self, name: str, wanted: Floats, sequence: int) -> Floats:
         """What a prediction leaves of an answer of a sequence, relative to its size, by head."""
         rows = self.question.span(name, sequence)
@@ -91,10 +110,6 @@ class Sample:
     def near(self, bugs: Iterable[Bug], each: int, until: float) -> list[Bug]:
         """Of those that come near on one of the wrong answers so many for each of these, by all of
         it; from ``until`` on, by effort.spent(), none is tried."""
-
-        def here(view: View) -> bool:
-            return view.sequence == self.sequence and view.head_kv == self.head_kv
-
         found: list[tuple[dict[str, float], Bug]] = []
         known: dict[object, dict[str, float]] = {}
         for bug in bugs:
@@ -102,7 +117,7 @@ class Sample:
                 break
             if bug.alike is None or bug.alike not in known:
                 with np.errstate(all="ignore"):
-                    answers = solve(self.question, self.stage, bug, given=self.given, only=here)
+                    answers = solve(self.question, self.stage, bug, given=self.given, only=self.has)
                 known[bug.alike] = self._distances(answers)
             left = known[bug.alike]
             near = {n: left[n] for n in self.wrong if left[n] < min(FAR, CLEARS * self.left[n])}

@@ -1,8 +1,7 @@
 """Gradients that are sums of other parts than they must be: how often each part is in them is read
 off one view, and planted in all.
 
-Parts are the terms of dS, and the query heads of a group. Of dq, whose row is s sum_j P (dP - D)
-K_j, the D of every row is read.
+Parts are the terms of dS, and the query heads of a group.
 """
 
 import math
@@ -12,17 +11,13 @@ from functools import partial
 import numpy as np
 
 from rawattn.check.diagnose.catalogue.second_order import with_values
-from rawattn.check.diagnose.engine.attention import BACKWARD, TILES, Bug, Context, Floats, contexts
-from rawattn.check.diagnose.engine.question import Question
+from rawattn.check.diagnose.engine.attention import BACKWARD, Bug, Context, Floats, contexts
 from rawattn.check.diagnose.engine.steps import STEPS
-from rawattn.check.diagnose.evidence.structure import where
 from rawattn.check.diagnose.inferred.sample import Sample
-from rawattn.check.diagnose.read.fields import by_head, number, sums_of
+from rawattn.check.diagnose.read.fields import by_head, sums_of
 from rawattn.check.diagnose.read.forms import MOST, of_terms, of_terms_in_words, terms
 
 GRADIENTS = {"dq": "dQ", "dk": "dK", "dv": "dV"}
-LEAST, KEYS = 4, 3  # columns that tell a number of a row, and keys of it
-OFF, ROUNDED = 1e-2, 5  # of its size: what a D may be off by that has a name, and 16 bits
 
 
 def bugs(sample: Sample) -> Iterator[Bug]:
@@ -30,8 +25,7 @@ def bugs(sample: Sample) -> Iterator[Bug]:
     names = [n for n in GRADIENTS if n in sample.wrong and sample.stage == "backward"]
     read = names and not sample.question.sparse
     for c in contexts(sample.question, "backward", sample.given) if read else ():
-        here = c.view.sequence == sample.sequence and c.view.head_kv == sample.head_kv
-        for name in names if here and c.S.size else ():
+        for name in names if sample.has(c.view) and c.S.size else ():
             rows, heads = c.view.rows[:, None], c.view.heads
             if name != "dq":
                 rows, heads = c.view.keys[:, None], np.array([c.view.head_kv])
@@ -71,52 +65,3 @@ def _of_heads(c: Context, step: str, due: Floats, unit: float) -> Iterator[Bug]:
         text = f"the heads of a group count {by_head(by)} times each"
         of = {step: lambda c: by[:, None, None] * STEPS[step](c)}
         yield Bug("gqa-group-not-summed", text, BACKWARD, steps=of)
-
-
-# ---- D of every row -----------------------------------------------------------------------------
-
-
-def by_rows_of_dq(sample: Sample) -> Iterator[Bug]:
-    """Another D (num_heads_q, total_q) in some rows, or in all, where that gives all of dq."""
-    dq, q = sample.found.get("dq", np.zeros((0, 0, 0))), sample.question
-    if "dq" not in sample.wrong or dq.shape[2] < LEAST or not np.isfinite(dq).all():
-        return
-    along, D, count, dL = np.zeros(dq.shape), *np.zeros((3, *dq.shape[1::-1]))
-    for c in contexts(q, "backward", sample.given):
-        at = np.ix_(c.view.heads, c.view.rows)
-        along.swapaxes(0, 1)[at] = with_values("dQ", dY=partial(of_terms, {"P": 1.0}))(c)
-        D[at], dL[at], count[at] = c.D, c.dL, (c.W > 0).sum(axis=2)
-    off, size = sample.truth["dq"] - dq, np.abs(sample.truth["dq"]).max(axis=2)
-    allowed = 4 * sample.wrong["dq"] * (size + np.sqrt(np.mean(size**2)))
-    length, size = (along**2).sum(axis=2), np.abs(along).max(axis=2)
-    more = (off * along).sum(axis=2) / np.where(length > 0, length, 1.0)
-    bad = (np.abs(more) * size > allowed).T
-    fits = np.abs(off - more[..., None] * along).max(axis=2) <= allowed
-    held, least = D + more.T, OFF * float(np.sqrt(np.mean(D**2)))
-    far = bad.any() and np.sqrt(np.mean((held - D)[bad] ** 2)) > ROUNDED * least
-    if not fits.all() or not far or (count[bad] >= KEYS).mean() < 0.5:
-        return
-    factor = float(held[bad] @ D[bad]) / max(float(D[bad] @ D[bad]), least**2)
-    known = {"0": 0 * D, "- dlse": -dL, "dlse": dL, "dout . out": D + dL}
-    known |= {"dout . out + dlse": D + 2 * dL, f"{number(factor)} D": factor * D}
-    what = next((n for n, x in known.items() if np.abs(held - x)[bad].max() < least), "")
-    due = known.get(what, held)
-    tells = bad | (np.abs(due - D) * size.T > 4 * allowed.T) | (not what)
-    text = f"D is {what or 'another number'}, not dout . out{' - dlse' * bool(dL.any())}"
-    planted = np.where(bad, due, D)
-    steps = {"D": lambda c: np.asarray(planted[np.ix_(c.view.heads, c.view.rows)])}
-    text += _rows_in_words(q, bad.T, tells.T)
-    yield Bug("delta-of-another-out" if what else "unknown", text, BACKWARD, steps=steps)
-
-
-def _rows_in_words(q: Question, bad: np.ndarray, tells: np.ndarray) -> str:
-    """Which rows (tokens, heads) these are, of those that tell; whether the last ones of all."""
-    there = np.broadcast_to((q.sequence_of("q") >= 0)[:, None] & tells, bad.shape)
-    if bad[there].all():
-        return ""
-    rows, ends = np.arange(len(bad))[:, None], (int(q.cu_seqlens_q[-1]), len(bad))
-    last = {t for t in TILES for n in ends if (bad == (rows >= n // t * t))[there].all()}
-    if last and bad[ends[0] - 1].any():
-        multiple = " or ".join(map(str, sorted(last)))
-        return f", in the last rows of the pack, from a multiple of {multiple} on"
-    return f", in some rows: {'; '.join([*where(q, 'dq', bad, tells)][1:])}"

@@ -1,5 +1,5 @@
 """Rows that nobody writes: one and the same number stands in all of them; and rows of NaN, or inf,
-where all else is right: whose they are, or that rows without keys make them."""
+or without keys, where all else is right: whose they are, or that rows without keys make them."""
 
 from collections.abc import Callable, Iterator
 from functools import partial
@@ -34,7 +34,7 @@ KINDS: dict[str, Callable[[np.ndarray], np.ndarray]] = {
 
 def bugs(question: Question, answers: Answers, stage: str) -> Iterator[Bug]:
     """One with all rows of the tensors of ``stage`` that hold a constant and should not, and one of
-    those that hold no numbers."""
+    those that hold no numbers, or some where there is no key, or no query that sees it."""
     sample, found = Sample(question, answers, stage), Found()
     for name in (n for n in STAGES[stage] if n in sample.wrong and n not in UNTOLD):
         of_out = found.get(name.replace("lse", "out"))
@@ -44,19 +44,30 @@ def bugs(question: Question, answers: Answers, stage: str) -> Iterator[Bug]:
     if found and (_whole_sequences(question, found) or not _see_nothing(answers, found)):
         text, store = _in_words(sample, found), partial(_stored, found, answers)
         yield Bug("rows-not-written", text, (stage,), store=store)
-    rows = {name: _no_numbers(sample, name) for name in sample.wrong}
+    none = {name: _none(sample, name) for name in sample.wrong}
+    rows = {name: _strange(sample, name, none[name] & (not found)) for name in sample.wrong}
     if found := {name: of for name, of in rows.items() if of.any()}:
         source, store = _of_no_keys(question, found), partial(_stored, found, answers)
-        text = source or f"{_in_words(sample, found)}; all else is right"
+        elsewhere = any((of & ~none[name]).any() for name, of in found.items())
+        text = source or _in_words(sample, found) + "; all else is right" * elsewhere
         due = (finite(by_rows(name, sample.truth[name]))[of] for name, of in found.items())
         of_zeros = "rows-not-written" if {*found} <= {*OF_KEYS} else "dead-rows"  # 0, or -inf
         name = "dead-rows" if source else "unknown" if any(x.any() for x in due) else of_zeros
         yield Bug(name, text, (stage,), store=store)
 
 
-def _no_numbers(sample: Sample, name: str) -> Rows:
+def _none(sample: Sample, name: str) -> Rows:
+    """Rows that see no key, or of keys that no query sees."""
+    due, nothing = by_rows(name, sample.truth[name]), dead(sample.question)
+    of_keys = name in OF_KEYS or due.shape[:2] != nothing.shape
+    return np.asarray((due == 0).all(axis=2)) if of_keys else nothing
+
+
+def _strange(sample: Sample, name: str, none: Rows) -> Rows:
+    """Rows that hold no numbers and should, and those of ``none`` that hold others."""
     x, due = sample.found[name], by_rows(name, sample.truth[name])
-    rows = (~np.isfinite(x) & (x != due)).any(axis=2) & ~np.isnan(due).any(axis=2)
+    off = (x != due) & (~np.isfinite(x) | none[..., None])
+    rows = off.any(axis=2) & ~np.isnan(due).any(axis=2)
     return np.asarray(rows & (sample.question.sequence_of(name) >= 0)[:, None])
 
 
@@ -131,7 +142,8 @@ def _in_words(sample: Sample, found: Found) -> str:
     texts: dict[str, list[str]] = {}
     for name, rows in found.items():
         x = sample.found[name][rows]
-        kinds = [words for words, of in KINDS.items() if of(x).any()] or [f"{x.flat[0]:g}"]
+        number = f"{x.flat[0]:g}" if (x == x.flat[0]).all() else "another number"
+        kinds = [words for words, of in KINDS.items() if of(x).any()] or [number]
         places = [*where(sample.question, name, rows)][1:] or ["every one"]
         text = f"is {' or '.join(kinds)} in some rows, {', '.join(places).replace('only ', 'of ')}"
         texts.setdefault(text, []).append(name)

@@ -35,7 +35,6 @@ from rawattn.check.diagnose.read.name import PASSES, UNREAD, Readings
 from rawattn.check.diff import FLOATING
 
 Call = Callable[[Question], Answers]
-WORDS = PASSES | {"second": "double backward", "jvp": "forward-mode derivative"}
 EFFORT = 6000.0  # units, after which nothing but the usual bugs is tried
 CUT = "the search was cut short: not all bugs were tried"
 SENTENCES = ("D is", "P is", "dS ", "dq is", "dk is", "dv is", "the slope ", "the heads ", "pairs ")
@@ -220,7 +219,7 @@ def _found(
     wrong = {name: of for name, of in works.items() if not of.null[name].good}
     bugs = [part.best[name].prediction.bug for part in parts]
     form, must = bugs[0].variant, mask_rule(question)
-    where = " and ".join(dict.fromkeys(WORDS[part.verdict.stage] for part in parts))
+    where = " and ".join(dict.fromkeys(PASSES[part.verdict.stage] for part in parts))
     look_at = dict.fromkeys(bug.look_at for bug in bugs)
     cut = any(part.verdict.cut for part in parts)
     evidence = [_said(name, parts, form, must), *[CUT] * cut]

@@ -26,6 +26,7 @@ from rawattn.check.diagnose.findings import CONFIDENCE, NAMELESS, Diagnosis, Fin
 from rawattn.check.diagnose.judge.diagnosis import diagnose, sizes_of
 from rawattn.check.diagnose.judge.proofs import finding, reference_of
 from rawattn.check.diagnose.judge.traps import ARRAYS, of_traps
+from rawattn.check.diagnose.judge.whole import costs_of
 from rawattn.check.diagnose.read.name import Readings, read
 from rawattn.check.expected import Expected, Target, expect
 from rawattn.check.sparse_cases import SparseCase
@@ -112,13 +113,13 @@ def explain_failure(
         named = {one.bug for one in best.findings} - {*(() if clean else NAMELESS)}
         if named and named <= shown:
             return best
-        if best.findings or _pairs(case) > PAIRS:
+        if best.findings or sum(costs_of(case)) > PAIRS:
             break
     told = _read(candidate, asked) if spent() < until else Readings()
     best = look(asked, until=until, told=told)
     if not best.findings and (trapped := of_traps(candidate, case, SIDE)):
         return replace(best, findings=tuple(trapped))
-    if not _named(best) and _pairs(case) <= PAIRS and spent() < until:
+    if not _named(best) and sum(costs_of(case)) <= PAIRS and spent() < until:
         of_traps_alone = 0.0 if best.findings else until  # else it was looked for already
         own = look(question_of(candidate.fit(case)), until=of_traps_alone, told=told)
         best = own if _named(own) or not best.findings else best
@@ -344,11 +345,6 @@ def _plainness(case: Case) -> tuple[bool, bool, int]:
     special |= case.softcap is not None or case.sinks or case.seqused_k is not None
     odd = case.head_dim != case.head_dim_v or max(case.lengths_k, default=0) == 0
     return odd, special, -DTYPES.index(case.dtype)
-
-
-def _pairs(case: Case) -> int:
-    pairs = zip(case.lengths_q, case.lengths_k, strict=True)
-    return case.num_heads_q * sum(q * k for q, k in pairs)
 
 
 # ---- a question as a candidate is asked one -----------------------------------------------------

@@ -20,14 +20,13 @@ import numpy as np
 
 from rawattn.check.diagnose.catalogue import first_order, second_order
 from rawattn.check.diagnose.catalogue.sparse import selection
-from rawattn.check.diagnose.engine.attention import NO_BUG, Bug, Floats, Given, Passed, solve
+from rawattn.check.diagnose.engine.attention import NO_BUG, Bug, Floats, Given, solve
 from rawattn.check.diagnose.engine.effort import cuts, over, spend
 from rawattn.check.diagnose.engine.question import BY_ROW, STAGES, Answers, Question, by_rows
 from rawattn.check.diagnose.evidence.precision import (
     Fit,
     Precision,
     defined,
-    eps_of,
     fit,
     ladder,
     relative_residual,
@@ -35,6 +34,7 @@ from rawattn.check.diagnose.evidence.precision import (
 )
 from rawattn.check.diagnose.evidence.structure import where
 from rawattn.check.diagnose.inferred import inputs, online, terms, unwritten
+from rawattn.check.diagnose.inferred.sample import is_wrong
 from rawattn.check.diagnose.read.forms import sum_of_own
 
 NEAREST = 12  # predictions whose noise is computed, for each tensor
@@ -107,15 +107,6 @@ def _searching() -> Iterator[None]:
     except (IndexError, ValueError) as error:
         text = f"a search of rawattn-check failed, so that a bug may be missed: {error!r}"
         warnings.warn(text, SearchFailed, stacklevel=3)
-
-
-def _is_wrong(question: Question, given: Passed) -> bool:
-    """Whether an out and lse are other numbers than the right ones, by more than rounding."""
-    right, off = solve(question, "forward"), []
-    for name, x in zip(("out", "lse"), given, strict=True):
-        pair = by_rows(name, x), by_rows(name, right[name])
-        off.append(relative_residual(*pair, defined(question, name, right[name])))
-    return max(off) > 16 * eps_of(question.q)
 
 
 def _in_rows(rows: dict[str, Floats], right: Answers, _: Question, answers: Answers) -> Answers:
@@ -217,7 +208,7 @@ class Stage:
         """Predictions of backward passes that made an out or an lse of their own."""
         if self.stage in ("forward", "jvp"):
             return
-        wrong = self.given is not None and _is_wrong(self.question, self.given)
+        wrong = self.given is not None and is_wrong(self.question, self.given)
         for bug in bugs:
             if (bug is NO_BUG and self.given is not None) or (wrong and not _of_scores(bug)):
                 yield from self._planted(bug, None)

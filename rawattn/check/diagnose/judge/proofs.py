@@ -166,9 +166,6 @@ def of_structure(verdict: StageVerdict, side: str) -> Finding:
     """What can be said of wrong tensors that no bug of the catalogue reproduces."""
     work, names = verdict.work, verdict.unexplained
     question, where = work.question, f"{verdict.stage}: {', '.join(names)}"
-    if (named := _rearranged(verdict) or _dead(verdict)) is not None:
-        bug, confidence, evidence, form = named
-        return finding(side, bug, where, confidence, evidence, form=form)
     said = ["no known bug gives these numbers"]
     for name in names:
         nan = int(np.isnan(by_rows(name, work.found[name])).any(axis=2).sum())
@@ -196,44 +193,3 @@ CONCLUSIONS: dict[tuple[str, ...], str] = {
     "are right, since dq is",
     ("dq", "dk", "dv"): "P = exp(S - lse): the scores, the mask, and the lse that is read",
 }
-
-
-Named = tuple[str, str, tuple[str, ...], str] | None  # the form last
-
-
-def _rearranged(verdict: StageVerdict) -> Named:
-    """The same numbers in another order."""
-    for name in verdict.unexplained:
-        a, b = (x.ravel() for x in verdict.work.pair(name))
-        if a.shape != b.shape or not a.size or not np.isfinite([a, b]).all():
-            return None
-        size = np.sqrt(np.mean(b**2))
-        moved = np.sqrt(np.mean((a - b) ** 2))
-        sorted_ = np.sqrt(np.mean((np.sort(a) - np.sort(b)) ** 2))
-        if moved < 0.3 * size or sorted_ > max(2 * eps_of(verdict.work.found[name]), 1e-5) * size:
-            return None
-    text = "sorted, its values are right: only their places are wrong"
-    return "transposed", "medium", (text,), ""
-
-
-def _dead(verdict: StageVerdict) -> Named:
-    """Wrong in the rows that see no key, or of keys that no query sees, and in no others."""
-    work = verdict.work
-    lse = solve(work.question, "forward")["lse"].T
-    for name in verdict.unexplained:
-        bad, (x, right) = work.bad(name), work.pair(name)
-        of_keys = side_of(name) == "k"
-        if not of_keys and bad.shape != lse.shape:
-            continue
-        nothing = (right == 0).all(axis=2) if of_keys else np.isneginf(lse)
-        if not bad.any() or not nothing[bad].all():
-            return None
-        kinds = {"NaN": np.isnan(x), "+inf": np.isposinf(x), "finite numbers": np.isfinite(x)}
-        form = " or ".join(words for words, there in kinds.items() if there[bad].any())
-        means = [one for one in work.usual if one.bug.variant == "mean of v"]
-        if any(work.relative(one, "out") < FAR for one in means if "out" in work.tensors):
-            form = "out is the mean of v there: masked scores are a finite number, such as -1e9"
-        whose = "keys that no query sees" if of_keys else "rows without an allowed key"
-        text = f"{name}: {int(bad.sum())} rows are wrong, all of them {whose}"
-        return "rows-not-written" if of_keys else "dead-rows", "high", (text,), form
-    return None

@@ -3,26 +3,17 @@ slope to the right values is 1: such a computation is right, but coarser than it
 
 import itertools
 import math
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import replace
 from functools import partial, reduce
 
 import ml_dtypes
 import numpy as np
 
-from rawattn.check.diagnose.catalogue import partial_sums
-from rawattn.check.diagnose.catalogue.partial_sums import Parts, Results
+from rawattn.check.diagnose.catalogue.inputs import PRODUCTS, word
 from rawattn.check.diagnose.catalogue.second_order import with_values
-from rawattn.check.diagnose.engine.attention import (
-    NO_BUG,
-    NONE,
-    PROGRAMS,
-    Bug,
-    Rounding,
-    exact,
-    solve,
-)
-from rawattn.check.diagnose.engine.question import Answers, Question, by_rows
+from rawattn.check.diagnose.engine.attention import NO_BUG, NONE, PROGRAMS, Bug, Rounding, solve
+from rawattn.check.diagnose.engine.question import Answers, by_rows
 from rawattn.check.diagnose.engine.steps import LOG2_E, STEPS, Context, Floats, Step, changed, times
 from rawattn.check.diagnose.evidence.precision import to_dtype, to_tf32
 from rawattn.check.diagnose.findings import Finding
@@ -45,14 +36,6 @@ KEPT = {  # what else may be kept in fewer bits, and the step that makes it
     "jvp": {"P": "P", **OF_TANGENTS},
     "second": OF_DERIVATIVES | OF_TANGENTS | {"W": "w", "dS": "dS", "dS'": "tdS", "dP'": "tdP"},
 }
-PRODUCTS = {  # by their steps, in words, and their operands
-    **{"Y": {"q k^T": "Q K"}, "O": {"P v": "P V"}, "dP": {"dout v^T": "dO V"}},
-    **{"dQ": {"dS k": "dY K"}, "dK": {"dS^T q": "dY Q"}, "dV": {"P^T dout": "P dO"}},
-    **{"tY": {"tq k^T": "tQ K", "q tk^T": "Q tK"}, "tO": {"tP v": "tP V", "P tv": "P tV"}},
-    **{"gQ": {"dS' k": "tdY K", "dS tk": "dY tK"}, "gK": {"dS'^T q": "tdY Q", "dS^T tq": "dY tQ"}},
-    **{"gV": {"tP^T dout": "tP dO"}, "tdP": {"dout tv^T": "dO tV"}},
-}
-IN_WORDS = {"dY": "dS", "tdY": "dS'", "dO": "dout", "tP": "the tangent of P"}
 Rounded = Callable[[Floats], Floats]
 
 
@@ -134,7 +117,7 @@ def narrowed(verdict: StageVerdict, tensors: Sequence[str]) -> tuple[str, str, f
     best = (0, 0, NARROWS, "", "")  # how many tensors, how many not, what is left of their errors
     ways = [verdict.work.finest.rounding] * (question.dtype.itemsize == 2) + [NONE]
     for how in ways:
-        for form, of in _followed(verdict, tensors, how, _roundings(question, stage)):
+        for form, of in _followed(verdict, tensors, how, _roundings(stage)):
             left = {n: 1 + by**2 - 2 * like * by for n, (like, by) in of.items() if by > 1 / 4}
             # what one tensor shows to the last digit, others need not, but of many alike
             of_product = ALONE in form
@@ -150,52 +133,21 @@ def narrowed(verdict: StageVerdict, tensors: Sequence[str]) -> tuple[str, str, f
     return (form, text, share) if form else ("", "", 1.0)
 
 
-def _roundings(question: Question, stage: str) -> Iterator[Bug]:
+def _roundings(stage: str) -> Iterator[Bug]:
     """A stage with one intermediate in fewer bits: slope 1, and the same error on every run."""
     for dtype in NARROW:
-        of_parts = _of_parts(to_dtype(dtype), question, stage) if dtype in NARROW[:2] else ()
-        for words, steps in itertools.chain(_kept_in(to_dtype(dtype), stage), of_parts):
+        for words, steps in _kept_in(to_dtype(dtype), stage):
             form = f"{words} in {np.dtype(dtype).name}"
             yield Bug("narrow-intermediate", form, (stage,), steps=steps)
-    coarse = {np.dtype(dtype).name: to_dtype(dtype) for dtype in NARROW[:2]} | {
-        "TF32 (or float16)": to_tf32
-    }
-    for name, r in coarse.items():
+    coarse = {np.dtype(dtype).name: to_dtype(dtype) for dtype in NARROW[:2]}
+    for name, r in (coarse | {"TF32 (or float16)": to_tf32}).items():
         for step in (step for step in PROGRAMS[stage] if step in PRODUCTS):
-            every = {words: operands.split() for words, operands in PRODUCTS[step].items()}
-            some = {f"the operands of {words}": of for words, of in every.items()}
-            some |= {f"the operands of {' and '.join(every)}": [*itertools.chain(*every.values())]}
-            single = ((words, x) for words, of in every.items() for x in of if r is not to_tf32)
-            some |= {f"{IN_WORDS.get(x, x)} of {words}": [x] for words, x in single}
+            product, operands, _ = PRODUCTS[step]
+            some = {f"the operands of {product}": operands}
+            some |= {f"{word(x, stage)} of {product}": (x,) for x in operands if r is not to_tf32}
             for words, of in some.items():
                 steps = {step: with_values(step, **{x: partial(_narrow, r, x) for x in of})}
                 yield Bug("", f"{words}{ALONE} in {name}", (stage,), steps=steps)
-
-
-def _of_parts(
-    r: Rounded, question: Question, stage: str
-) -> Iterator[tuple[str, Mapping[str, Step]]]:
-    """What tiles of the softmax, or parts that are merged, keep for each other."""
-
-    def kept(parts: Parts, lse: Rounded, out: Rounded) -> Results:
-        row_sum = np.exp(lse(parts.lses) - np.maximum(parts.tops, LOWEST))[..., None]
-        return partial_sums.merged(
-            Parts(parts.tops, {"row_sum": row_sum, "out": row_sum * out(parts.outs)})
-        )
-
-    def way(factors: Floats, _: Floats) -> tuple[Floats, float]:
-        return r(factors), 1.0
-
-    if stage in ("backward", "second") or question.sinks is not None:
-        return
-    for at, cut in partial_sums.tiles(question).items():
-        sums = ("out", "row_sum", "e", "tout", "ptv")[: 2 if stage == "forward" else 5]
-        of = partial(partial_sums.rescaled, wrong=sums, way=way)
-        yield f"the factor of the rescale, {at},", partial_sums.steps(stage, cut, of)
-    for at, cut in partial_sums.splits(question).items() if stage == "forward" else ():
-        for words, lse, out in (("lse", r, exact), ("out", exact, r)):
-            of = partial(kept, lse=lse, out=out)
-            yield f"{words} of each of {at}", partial_sums.steps(stage, cut, of)
 
 
 def _narrow(r: Rounded, name: str, c: Context) -> Floats:

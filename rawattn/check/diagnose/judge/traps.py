@@ -12,11 +12,9 @@ from rawattn.check.diagnose.engine.question import BY_ROW
 from rawattn.check.diagnose.findings import Finding
 from rawattn.check.diagnose.judge.proofs import finding, of_past
 from rawattn.check.expected import Expected, expect
-from rawattn.check.sparse_cases import SparseCase
 
 # fields of a Question that Tensors have too
 ARRAYS = ("q", "k", "v", "dout", "dlse", "tq", "tk", "tv")
-BEHIND = "keys past the end of a sequence, up to the end of its last block, are read"
 Results = dict[str, np.ndarray]
 # what must not matter: the class and how sure it is, as keys that are seen do the same where all of
 # them are NaN; the title, the inputs without and with it, and where to look
@@ -52,28 +50,10 @@ def of_traps(candidate: Candidate, case: Case, side: str) -> list[Finding]:
         for plain, trap in (strided, STRIDES), (filled, NANS):
             if plain and not _failing(candidate, expected, **plain):
                 one = {n: _failing(candidate, expected, **plain | {n: there[n]}) for n in plain}
-                names = [n for n, tensors in one.items() if tensors]
-                found = _trapped(names, wrong, trap, side)
-                behind = _completing(case, expected.tensors.cu_seqlens_k)
-                if trap is NANS and behind and {*names} <= {"k", "v"}:
-                    only = {n: plain[n].copy() for n in names}
-                    for n, x in only.items():
-                        x[behind] = there[n][behind]
-                    if _failing(candidate, expected, **plain | only):
-                        return [replace(one, title=f"{one.title}: {BEHIND}") for one in found]
-                return found
+                return _trapped([n for n, tensors in one.items() if tensors], wrong, trap, side)
     except Exception:  # of which others tell
         return []
     return _of_past(expected, wrong, side)
-
-
-def _completing(case: Case, offsets: np.ndarray) -> list[int]:
-    """Rows of k that would complete the last blocks of sequences."""
-    if not isinstance(case, SparseCase):
-        return []
-    ends = zip(offsets[1:].tolist(), case.lengths_k, strict=True)
-    every = (range(end, end - count % -case.block_size) for end, count in ends)
-    return [row for rows in every for row in rows if row < offsets[-1] + case.past_k]
 
 
 def _failing(candidate: Candidate, expected: Expected, **changes: Any) -> Results:

@@ -7,12 +7,11 @@ from typing import Any
 
 import numpy as np
 
+from rawattn.check.cases import Case
 from rawattn.check.diagnose.engine.parts import BY_TOKENS, part
 from rawattn.check.diagnose.engine.question import Answers, Question, by_rows, side_of
 from rawattn.check.diagnose.evidence import structure
 from rawattn.check.diagnose.findings import Finding
-from rawattn.check.diagnose.inferred import shares
-from rawattn.check.diagnose.inferred.sample import Sample
 from rawattn.check.diagnose.judge.match import Stage
 from rawattn.check.diagnose.judge.proofs import finding
 
@@ -22,15 +21,15 @@ MOST = 20_000_000  # scores of all sequences and heads: of more nothing is said
 OFF = 2.0**-5  # of the size of a row: more than any rounding
 
 
-def cost(question: Question, b: int) -> int:
-    """Scores of a sequence, of all heads."""
-    return question.lengths_q[b] * question.lengths_k[b] * question.num_heads_q
+def costs_of(q: Question | Case) -> list[int]:
+    """Scores of every sequence, of all heads."""
+    return [n * m * q.num_heads_q for n, m in zip(q.lengths_q, q.lengths_k, strict=True)]
 
 
 def cut(question: Question, answers: Answers) -> tuple[Question, Answers, str]:
     """Some neighbouring sequences, as many as there is time for; and what was done, in words. Of a
     single sequence that is too long, some key/value heads with their groups."""
-    costs = [cost(question, b) for b in range(question.batch)]
+    costs = costs_of(question)
     if sum(costs) <= SCORES:
         return question, answers, ""
     first, stop = run(costs)
@@ -71,7 +70,7 @@ def of_all(
     question: Question, answers: Answers, side: str, findings: Sequence[Finding]
 ) -> list[Finding]:
     """``findings`` of a part, and what all rows say where there are none."""
-    if findings or sum(cost(question, b) for b in range(question.batch)) > MOST:
+    if findings or sum(costs_of(question)) > MOST:
         return [*findings]
     works = [Stage(question, answers, stage, 0.0) for stage in question.stages]
     of = {name: work for work in works for name in work.tensors if name != "delta"}
@@ -86,10 +85,4 @@ def of_all(
     title = f"rows of {', '.join(wrong)} are {held}, from row {first[name]} of {name} on"
     look_at = "offsets in memory (their width), grids, and workspaces: short packs are right"
     given = (side, bug, ", ".join(wrong), "medium", said)
-    work = of[name]
-    bugs = shares.by_rows_of_dq(Sample(*work.asked)) if work.stage == "backward" else ()
-    for guess in work.planted(bugs):
-        if all(of[n] is work and work.relative(guess, n) < OFF for n in wrong):
-            told = (side, guess.bug.name, *given[2:])
-            return [finding(*told, title=guess.bug.variant)]
     return [finding(*given, title=title, look_at=look_at)]
