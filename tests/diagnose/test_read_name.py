@@ -89,8 +89,8 @@ def first_columns(c: Head, Y: Any) -> Any:
     return (c.s * (c.Q[:, :8] @ c.K[:, :8].T)).astype(Y.dtype)
 
 
-def of_hidden(fill: float | None) -> Any:
-    return lambda c, S: np.where(c.j <= c.p, S, S - 3 if fill is None else fill).astype(S.dtype)
+def filled(c: Head, S: Any) -> Any:
+    return np.where(c.j <= c.p, S, 0).astype(S.dtype)
 
 
 def on(name: str, factor: Callable[[Head], Any]) -> Hooks:
@@ -138,12 +138,10 @@ _FORWARD: dict[str, tuple[Any, ...]] = {
     "absolute": ({"scores": lambda c, S: np.abs(S)}, "the scores are their absolute values"),
     "no softcap, clipped": (_CLIPPED, "the scores are clipped at 1.5", "softcap"),
     "few columns": ({"Y": first_columns}, "q . k without columns 8 to 15"),
-    "filled": (_OPEN_TILE | {"S": of_hidden(0)}, "masked scores are 0, not -inf"),
-    "not hidden enough": (_OPEN_TILE | {"S": of_hidden(None)}, "-3 is added to masked"),
+    "filled": (_OPEN_TILE | {"S": filled}, "masked scores are 0, not -inf"),
     "coarse exp": ({"softmax": coarse}, "exp is off by up to 0.06 of itself, by what hangs on"),
     # ---- row sums, heads, stores ----
-    "padding": (heavier(lambda c: np.log(padding(c))), "up to the longest sequence"),
-    "tile of padding": (heavier(lambda c: np.log(-c.m % 32)), "its last tile of 32 keys"),
+    "padding": (heavier(lambda c: np.log(padding(c))), "the row sums "),
     "one more": (heavier(lambda c: 0.0), "have 1 more than the keys"),
     "twice": (times(lambda c: 1 + (c.j // 8 == 1)), "2 times: 8 <= j <= 15"),
     "overlap": (times(lambda c: 1 + ((c.j > 0) & (c.j % -(-c.m // 3) == 0))), "count 2 times: "),
@@ -181,7 +179,7 @@ _BACKWARD: dict[str, tuple[Any, ...]] = {
 BUGS = {name: Bug(FORWARD, *row) for name, row in _FORWARD.items()}
 BUGS |= {name: Bug(BACKWARD, *row) for name, row in _BACKWARD.items()}
 FINE = ("coarse exp", "scaled sink", "another sink")  # 16 bits do not show them
-NOT_PLANTED = ("NaN", "one of the group")
+NOT_PLANTED = ("NaN", "padding", "one of the group")
 
 
 def alike(bug: Bug, dtype: str) -> Case:

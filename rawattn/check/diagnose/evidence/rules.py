@@ -1,8 +1,7 @@
-"""Which pairs of query and key a set holds, in words: up to three intervals of integer features.
+"""Which pairs of query and key a set holds, in words: one or two intervals of integer features.
 The set is found on one problem and must hold on a second one of other lengths."""
 
 import re
-from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import chain, zip_longest
@@ -14,8 +13,7 @@ Array = np.ndarray
 LENGTHS = {"seqlen_q", "seqlen_k"}  # bounds of which tell the few sequences of a problem apart
 CHANCE = re.compile(r"seqlen_[qk]|the (sequence|row of).*|j - the (longest )?seqlen_k.*")  # alike
 FEW = 6  # runs of a feature that may be intervals: what falls into more is told by another one
-PAIRS, TRIED = 400, 64  # rules of two and of three
-NEEDED = 8  # pairs that each of three intervals must tell: of fewer, chance does
+PAIRS = 400  # rules of two
 
 
 class Places(Protocol):
@@ -70,10 +68,10 @@ class Rule:
 
     @property
     def plain(self) -> bool:
-        """Of bounds for lengths chance makes some, and of three intervals."""
+        """Of bounds for lengths chance makes some."""
         if len(self.spans) == 1:
             return self.spans[0].feature not in LENGTHS
-        return len(self.spans) < 3 and not any(CHANCE.fullmatch(x.feature) for x in self.spans)
+        return not any(CHANCE.fullmatch(x.feature) for x in self.spans)
 
     def holds(self, places: Places) -> Array:
         """(total_q, total_k)."""
@@ -120,8 +118,6 @@ def rules_of(*shown: Shown, among: Iterable[str] | None = None) -> Iterator[Rule
     yield from plain.rules(2)
     mixed = plain.and_of(loops)
     yield from mixed.rules(2)
-    yield from plain.rules(3)
-    yield from mixed.rules(3)
     yield from every.rules(2)
 
 
@@ -155,42 +151,19 @@ class _Spans:
 
 
 def _exact(bounds: Sequence[tuple[Span, Array]], every: bool, count: int) -> Iterator[Rule]:
-    """Rules of one span, of two, or of three, that leave nothing, made of the plainest of these;
-    ``bounds``: spans, and what each leaves."""
+    """Rules of one span, or of two, that leave nothing, made of the plainest of these; ``bounds``:
+    spans, and what each leaves."""
     if not bounds or count == 1:
         yield from (Rule((span,), every) for span, left in bounds if not left.any())
         return
     spans, left = zip(*bounds, strict=True)
     # places that the same spans leave count once
     marks = np.packbits(np.stack(left), axis=0).T
-    often = Counter(mark.tobytes() for mark in marks)
     apart = [*{mark.tobytes(): n for n, mark in enumerate(marks)}.values()]
     matrix = np.stack([x[apart] for x in left]).astype(np.float32)
-    if count == 2:
-        pairs = (pair for pair in _pairs(matrix) if pair[0] != pair[1])
-        found = iter(sorted(pairs, key=sum)[:PAIRS])
-    else:
-        found = _threes(matrix, np.array([*often.values()]))
-    yield from (Rule(tuple(spans[place] for place in some), every) for some in found)
-
-
-def _pairs(left: Array) -> list[tuple[int, ...]]:
-    """Which two leave nothing; on the diagonal which one."""
-    return [(int(a), int(b)) for a, b in np.argwhere(np.triu(left @ left.T == 0))]
-
-
-def _threes(left: Array, often: Array) -> Iterator[tuple[int, ...]]:
-    """Threes that leave nothing, of which each is needed, the plainest first; one of them does not
-    leave what most do. often: how many places each column stands for."""
-    less = left @ (1 - left).T == 0  # who leaves no more than who
-    kept = np.flatnonzero(~np.triu(less, 1).any(axis=0))  # but for who comes behind such
-    own, found = left[kept], []
-    for first in np.flatnonzero(own[:, own.sum(axis=0).argmax()] == 0):
-        found += [(int(first), *pair) for pair in _pairs(own[:, own[first] > 0])]
-    for some in sorted(found, key=sum)[:TRIED]:
-        by = own[list(some)].sum(axis=0)
-        if min(often[(by == 2) & (own[one] == 0)].sum() for one in some) >= NEEDED:
-            yield tuple(int(kept[place]) for place in some)
+    pairs = np.argwhere(np.triu(matrix @ matrix.T == 0, 1))
+    for one, other in sorted(pairs.tolist(), key=sum)[:PAIRS]:
+        yield Rule((spans[one], spans[other]), every)
 
 
 def _bounds(x: Array, inside: Array, name: str) -> Iterator[Span]:

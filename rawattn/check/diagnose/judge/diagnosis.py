@@ -164,7 +164,7 @@ def _judge(
         findings += rounding.of_right(verdict, side, zeros=zeros)
     findings += empty_ones
     if runs is not None and all(one.bug == "rounding" for one in findings):
-        findings += proofs.of_runs(side, races or [*runs.failing("neighbour-leak", "score-scale")])
+        findings += proofs.of_runs(side, races or [*runs.failing("score-scale")])
     return _merged(findings), facts
 
 

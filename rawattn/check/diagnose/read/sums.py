@@ -7,7 +7,7 @@ from functools import partial
 import numpy as np
 
 from rawattn.check.diagnose.catalogue import maps, options
-from rawattn.check.diagnose.engine.attention import STEPS, TILES, Context, Step
+from rawattn.check.diagnose.engine.attention import STEPS, Context
 from rawattn.check.diagnose.evidence.places import Places, Right, log_sum, places_of
 from rawattn.check.diagnose.evidence.rules import Rule, Span
 from rawattn.check.diagnose.read.contexts import of_view
@@ -74,7 +74,7 @@ def say_sums(said: Said, second: Callable[[], Weights]) -> None:
     wrongly = x.seen & ~x.places.rights & x.known[..., None]
     level = x.logs + x.total[..., None]  # of which weights are exp
     if np.abs(level - x.S)[wrongly].max(initial=0.0) >= 8 * x.noise:
-        _say_filled(said, level[wrongly], (level - x.S)[wrongly], x.noise)
+        _say_filled(said, level[wrongly], x.noise)
         x.S = np.where(wrongly, level, x.S)
     due, sinks = log_sum(np.where(x.seen, x.S, -np.inf)), x.places.question.sinks
     with_sinks = due if sinks is None else np.logaddexp(due, np.asarray(sinks, float)[:, None])
@@ -88,26 +88,24 @@ def say_sums(said: Said, second: Callable[[], Weights]) -> None:
         _say_lse(said, x, with_sinks)
 
 
-def _say_filled(said: Said, level: Array, added: Array, noise: float) -> None:
-    """What masked scores are, or what is added to them."""
-    adds, text = bool(np.ptp(added) < np.ptp(level)), ""
-    if np.ptp(added if adds else level) < 8 * noise:
-        x = float((added if adds else level).mean())
+def _say_filled(said: Said, level: Array, noise: float) -> None:
+    """What masked scores are."""
+    text = "weights of keys that must not be seen are not those of their scores"
+    if np.ptp(level) < 8 * noise:
+        x = float(level.mean())
         x = float(np.round(x, 0 if abs(x - np.rint(x)) < noise else 4)) + 0.0
-        text = f"{x:.4g} is added to masked scores" if adds else f"masked scores are {x:.4g}"
-        capped = said.weights.places.question.softcap == -x and not adds
+        capped = said.weights.places.question.softcap == -x
+        text = f"masked scores are {x:.4g}, not -inf"
         text += " (the softcap is applied to masked scores)" * capped
         said.names[:] = ["mask-fill"]
-        said.steps["S"] = partial(_filled, x, adds)
-    other = "weights of keys that must not be seen are not those of their scores"
-    said.wrong.insert(0, f"{text}, not -inf" if text else other)
+        said.steps["S"] = partial(_filled, x)
+    said.wrong.insert(0, text)
 
 
-def _filled(number: float, adds: bool, c: Context) -> Array:
+def _filled(number: float, c: Context) -> Array:
     """Scores of keys that are wrongly seen."""
-    S = STEPS["S"](c)
     wrong = ~of_view(c, places_of(c.question).rights) & (c.W > 0)
-    return np.asarray(np.where(wrong, (S if adds else 0.0) + number, S))
+    return np.asarray(np.where(wrong, number, STEPS["S"](c)))
 
 
 def _say_lse(said: Said, x: _Rows, with_sinks: Array) -> None:
@@ -238,10 +236,10 @@ def _say_mass(said: Said, x: _Rows, due: Array) -> None:
         name = "denominator" if " to " in times else "sinks-misplaced"
         said.say(f"the row sums have exp(sink) {times} too often", name)
         said.steps |= {} if " to " in times else options.with_sink(lambda c: c.sink + np.log1p(top))
-    elif (more := _more(x, mass, said.weights.right.lse)) is not None:
-        text, name, step = more
-        said.say(f"the row sums have {text}", name)
-        said.steps |= options.with_sink(step)
+    elif (times := _numbers(x, mass, said.weights.right.lse)) is not None:
+        text = f"the row sums have {by_head(times)} more than the keys that are seen"
+        said.say(text, "denominator")
+        said.steps |= options.with_sink(partial(_and_more, times))
     elif np.abs(ratio).max() < ROUNDED:
         said.unread.append("the row sums are off by less than a hundredth, by no rule")
     elif (often := _often(x, mass)) is not None:
@@ -273,50 +271,25 @@ def _often(x: _Rows, times: Array) -> tuple[str, int] | None:
     if np.abs(often - whole).max(initial=0.0) > 0.02 or whole.min(initial=0.0) < 0:
         return None
     least, most = int(whole.min()), int(whole.max())
-    of_parts = " (once for every part of the keys, or every empty one?)"
+    of_parts = " (once for every row of padding, part of the keys, or empty one?)"
     return (f"{least} to {most} times{of_parts}" if least < most else f"{most} times"), most
 
 
-def _more(x: _Rows, mass: Array, lse: Array) -> tuple[str, str, Step] | None:
-    """What the ``mass`` (num_heads_q, total_q) in the row sums is, its class, and the logarithm of
-    the sink that does it."""
+def _numbers(x: _Rows, mass: Array, lse: Array) -> Array | None:
+    """By head the number that the ``mass`` (num_heads_q, total_q) in the row sums is."""
     allowed = 8 * x.noise * np.maximum(np.exp(lse), 1)
-    for end, of in _others(x, mass).items():
-        unit = np.where(x.known, of(x.places), 0.0) / allowed
-        size = (unit**2).sum(axis=1)
-        times = (mass / allowed * unit).sum(axis=1) / np.where(size > 0, size, 1.0)
-        times = np.where(np.abs(times - np.rint(times)) < 0.02, np.rint(times), times)
-        left = np.abs(mass / allowed - times[:, None] * unit)[x.known].max()
-        if left < 1 and size.any() and (not end or (times == 1).all()):
-            text, name = f"every key of padding up to {end}", "padded-keys"
-            if not end:
-                text, name = f"{by_head(times)} more than the keys that are seen", "denominator"
-            return text, name, partial(_and_more, times, of)
-    return None
+    unit = np.where(x.known, 1 / allowed, 0.0)
+    size = (unit**2).sum(axis=1)
+    times = (mass / allowed * unit).sum(axis=1) / np.where(size > 0, size, 1.0)
+    times = np.where(np.abs(times - np.rint(times)) < 0.02, np.rint(times), times)
+    left = np.abs(mass / allowed - times[:, None] * unit)[x.known].max()
+    return times if left < 1 and size.any() else None
 
 
-def _others(x: _Rows, mass: Array) -> dict[str, Callable[[Places], Array]]:
-    """What may be in the row sums, and how much it is if it is there once: keys of padding, by
-    where they end, or "" a number."""
-    found = {"the longest sequence": partial(_padding, 0, 0)}
-    padded = int(np.rint(np.median((mass + x.places.m[:, 0])[x.known])))
-    if padded > max(x.places.question.lengths_k):  # that of a sequence that is not here
-        found[f"{padded} keys"] = partial(_padding, 0, padded)
-    found |= {f"the end of its last tile of {t} keys": partial(_padding, t, 0) for t in TILES}
-    return {**found, "": lambda places: np.ones((1, len(places.j)))}
-
-
-def _padding(tile: int, length: int, places: Places) -> Array:
-    """(1, total_q): keys from a sequence's end to that of a tile, to a length, or the longest's."""
-    m = places.m[:, 0]
-    return np.asarray(-m % tile if tile else (length or max(places.question.lengths_k)) - m)[None]
-
-
-def _and_more(times: Array, of: Callable[[Places], Array], c: Context) -> Array:
-    """The sink, if there is one, with what else is in the row sums, by its logarithm."""
-    whole = times[:, None] * of(places_of(c.question))
+def _and_more(times: Array, c: Context) -> Array:
+    """The logarithm of the sink, if there is one, with a number of each head added to it."""
     with np.errstate(divide="ignore"):
-        more = np.log(np.maximum(whole[np.ix_(c.view.heads, c.view.rows)], 0.0))
+        more = np.log(np.maximum(times, 0.0))[c.view.heads, None]
     return np.asarray(more if c.sink is None else np.logaddexp(more, c.sink))
 
 
