@@ -11,7 +11,7 @@ import pytest
 
 from rawattn.check.diagnose.engine.question import Answers, Question
 from rawattn.check.diagnose.evidence.runs import Runs
-from rawattn.check.diagnose.evidence.structure import named, where
+from rawattn.check.diagnose.evidence.structure import where
 from tests.diagnose import plain
 from tests.diagnose.planted import first, second
 from tests.diagnose.problems import DTYPES, FLOAT64, KINDS, draw, packed, problems
