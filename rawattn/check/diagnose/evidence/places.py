@@ -138,7 +138,6 @@ class Places:
         if not self.aligned:
             found |= {"j - i": lambda: j - i, "p": lambda: p}
             found["j - i + (seqlen_k - seqlen_q)"] = lambda: j - i + m - n
-            found["j - i - |seqlen_k - seqlen_q|"] = lambda: j - i - np.abs(m - n)
             found |= {"j - seqlen_q": lambda: j - n, "i - seqlen_k": lambda: i - m}
         found |= {
             "seqlen_k": lambda: m,
@@ -161,10 +160,8 @@ class Places:
             "j - the seqlen_k of the last sequence": lambda: j - lengths[-1],
             "j - the seqlen_k of the next sequence": lambda: j - np.roll(lengths, -1)[self.b],
             "the row in k - i": lambda: key - i,
-            "the row in k - seqlen_k": lambda: key - m,
             "the row in k - the query's first row in q": lambda: key - (query - i),
             f"the row in k - the query's first row in q - {of}": lambda: key - (query - i) - p,
-            "j - the row in q": lambda: j - query,
         }
         for parts in SPLITS:
             found |= self._of_parts(parts)
@@ -236,8 +233,6 @@ class Places:
             f"({packed})": g * i + h % g,
             f"({packed}) % seqlen_q": (g * i + h % g) % n,
             f"(packed row h % {g} seqlen_q + i)": h % g * n + i,
-            "(i + h)": i + h,
-            "(i - h)": i - h,
         }
         found: dict[str, Callable[[], Array]] = {"h": lambda: h + 0 * i}
         found[f"h % {g}"] = lambda: h % g + 0 * i

@@ -4,7 +4,7 @@ The set is found on one problem and must hold on a second one of other lengths."
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import chain, zip_longest
+from itertools import zip_longest
 from typing import NamedTuple, Protocol
 
 import numpy as np
@@ -106,64 +106,60 @@ def rules_of(*shown: Shown, among: Iterable[str] | None = None) -> Iterator[Rule
         yield Rule(())
         return
     places = shown[0].places
+    every = _spans(shown, inside, places.features if among is None else among)
+    yield from _rules(every, 1)
     if among is not None:
-        some = _Spans(shown, inside, among)
-        yield from chain(some.rules(1), some.rules(2))
+        yield from _rules(every, 2)
         return
-    every = _Spans(shown, inside, places.features)
-    yield from every.rules(1)
-    loops = _Spans(shown, inside, places.loops)
-    yield from loops.rules(1)
-    plain = _Spans(shown, inside, (n for n in places.features if not CHANCE.fullmatch(n)))
-    yield from plain.rules(2)
-    mixed = plain.and_of(loops)
-    yield from mixed.rules(2)
-    yield from every.rules(2)
+    loops = _spans(shown, inside, places.loops)
+    yield from _rules(loops, 1)
+    plain = [one for one in every if not CHANCE.fullmatch(one.span.feature)]
+    for spans in (plain, plain + loops, every):
+        yield from _rules(spans, 2)
 
 
-class _Spans:
-    """Intervals of features that may make a rule, and what each leaves: of a union pure ones, of
-    what holds at once bounds."""
+class _Left(NamedTuple):
+    """An interval that may make a rule, and what it leaves: of a union (False) a pure one, of what
+    holds at once (True) bounds."""
 
-    def __init__(self, shown: Sequence[Shown], inside: Array, names: Iterable[str]) -> None:
-        self.kinds: dict[bool, list[tuple[Span, Array]]] = {False: [], True: []}
-        for name in names:
-            if not all(name in of.places.features or name in of.places.loops for of in shown):
-                continue
-            every = (np.broadcast_to(of.places.feature(name), of.domain.shape) for of in shown)
-            x = np.concatenate([x[of.domain] for x, of in zip(every, shown, strict=True)])
-            for span in _pure(x, inside, name):
-                self.kinds[False].append((span, ~span.among(x[inside])))
-            for span in _bounds(x, inside, name):
-                self.kinds[True].append((span, span.among(x[~inside])))
-
-    def and_of(self, other: "_Spans") -> "_Spans":
-        """With those of others behind them."""
-        both = _Spans((), np.zeros(0, dtype=bool), ())
-        both.kinds = {every: spans + other.kinds[every] for every, spans in self.kinds.items()}
-        return both
-
-    def rules(self, count: int) -> Iterator[Rule]:
-        """Those of so many intervals, the plainest first, unions and bounds by turns."""
-        told = ([*_exact(self.kinds[every], every, count)] for every in (False, True))
-        in_order = sorted(filter(None, told), key=lambda rules: rules[0].size)
-        yield from (rule for rules in zip_longest(*in_order) for rule in rules if rule)
+    every: bool
+    span: Span
+    left: Array
 
 
-def _exact(bounds: Sequence[tuple[Span, Array]], every: bool, count: int) -> Iterator[Rule]:
-    """Rules of one span, or of two, that leave nothing, made of the plainest of these; ``bounds``:
-    spans, and what each leaves."""
-    if not bounds or count == 1:
-        yield from (Rule((span,), every) for span, left in bounds if not left.any())
+def _spans(shown: Sequence[Shown], inside: Array, names: Iterable[str]) -> list[_Left]:
+    """Those of some features."""
+    found = []
+    for name in names:
+        if not all(name in of.places.features or name in of.places.loops for of in shown):
+            continue
+        every = (np.broadcast_to(of.places.feature(name), of.domain.shape) for of in shown)
+        x = np.concatenate([x[of.domain] for x, of in zip(every, shown, strict=True)])
+        found += [_Left(False, one, ~one.among(x[inside])) for one in _pure(x, inside, name)]
+        found += [_Left(True, one, one.among(x[~inside])) for one in _bounds(x, inside, name)]
+    return found
+
+
+def _rules(spans: Sequence[_Left], count: int) -> Iterator[Rule]:
+    """Rules of so many intervals, the plainest first, unions and bounds by turns."""
+    kinds = ([one for one in spans if one.every == every] for every in (False, True))
+    told = ([*_exact(kind, count)] for kind in kinds)
+    in_order = sorted(filter(None, told), key=lambda rules: rules[0].size)
+    yield from (rule for rules in zip_longest(*in_order) for rule in rules if rule)
+
+
+def _exact(spans: Sequence[_Left], count: int) -> Iterator[Rule]:
+    """Rules of one span, or of two, that leave nothing, made of the plainest of these."""
+    if not spans or count == 1:
+        yield from (Rule((one.span,), one.every) for one in spans if not one.left.any())
         return
-    spans, left = zip(*bounds, strict=True)
     # places that the same spans leave count once
-    marks = np.packbits(np.stack(left), axis=0).T
+    marks = np.packbits(np.stack([one.left for one in spans]), axis=0).T
     apart = [*{mark.tobytes(): n for n, mark in enumerate(marks)}.values()]
-    matrix = np.stack([x[apart] for x in left]).astype(np.float32)
+    matrix = np.stack([one.left[apart] for one in spans]).astype(np.float32)
     pairs = np.argwhere(np.triu(matrix @ matrix.T == 0, 1))
     for one, other in sorted(pairs.tolist(), key=sum)[:PAIRS]:
-        yield Rule((spans[one], spans[other]), every)
+        yield Rule((spans[one].span, spans[other].span), spans[one].every)
 
 
 def _bounds(x: Array, inside: Array, name: str) -> Iterator[Span]:

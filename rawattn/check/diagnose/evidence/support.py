@@ -86,10 +86,7 @@ class Support:
         """Who sees whom elsewhere, (num_heads_q, total_q, total_k); ValueError where only what was
         read is known, of other lengths."""
         if self.listed is not None:
-            q, found = places.question, np.zeros(places.rights.shape, dtype=self.seen.dtype)
-            for view in self.listed(q, views_of(q)):
-                np.logical_or.at(found, np.ix_(view.heads, view.rows, view.keys), view.weight > 0)
-            return found
+            return pairs_of(places.question, self.listed)
         if not self.named:
             q, own = places.question, self.places.question
             same = (q.lengths_q, q.lengths_k) == (own.lengths_q, own.lengths_k)
@@ -169,6 +166,16 @@ def support_of(*read: tuple[Places, Array, Array]) -> Support:
     whole = _whole(*read, own=OTHER not in kinds) if kinds > {LESS} and alike else None
     found = Support(places, seen, tuple(parts), whole, second)
     return replace(found, parts=tuple(map(found._listed, parts)))
+
+
+def pairs_of(question: Question, see: See) -> Array:
+    """(num_heads_q, total_q, total_k): which pairs there are with a change of views."""
+    found = np.zeros((question.num_heads_q, len(question.q), len(question.k)), dtype=bool)
+    for view in see(question, views_of(question)):
+        at = view.keys >= 0
+        here = np.ix_(view.heads, view.rows, view.keys[at])
+        found[here] |= view.weight[..., at] > 0
+    return found
 
 
 def _part(kind: str, heads: Iterable[int], rules: Iterator[Rule]) -> Part:

@@ -31,17 +31,14 @@ HOW = {
     "forward": "weights of out, with unit vectors for v",
     "backward": "dS and P, with unit vectors for k, then for q and dout",
     "sliding": "weights of sliding out, with unit vectors for v",
-}
-LOOK_AT = {
-    "forward": "where the weights are made: scores, mask, row sums",
-    "backward": "where P and dS = P o (dP - D) are made, and what comes before dq and dk",
-    "sliding": "where the weights of the sliding branch are made: scores, mask, row sums",
-}
-HOW |= {
     "jvp": "weights of tout, with unit vectors for tv alone",
     "second": "weights of ddout, with unit vectors for ddv alone",
     "second pass": "P and dS' of gq, gk and gv, with unit vectors for k, then for q and dout",
 }
+LOOK_AT = dict.fromkeys(
+    HOW, "where this pass makes P: scores, mask, row sums or lse, bounds of loops"
+)
+LOOK_AT["backward"] = "where P and dS = P o (dP - D) are made, and what comes before dq and dk"
 READERS: dict[str, tuple[Callable[..., Any], Callable[..., Said]]] = {
     "forward": (read_forward, said_of),
     "backward": (read_backward, said_of_backward),
@@ -56,9 +53,8 @@ BEYOND: dict[str, tuple[Callable[..., Any], Callable[..., Said]]] = {  # saved a
     "second pass": (beyond.read_second_pass, beyond.say_second_pass),
 }
 PASSES = {"forward": "forward pass", "backward": "backward pass", "sliding": "sliding branch"}
-LOOK_AT |= dict.fromkeys(BEYOND, "where this pass makes P: scores, mask, lse; bounds of its loops")
-PASSES |= {"jvp": "forward-mode derivative", "second": "double backward"}
-PASSES["second pass"] = PASSES["second"]
+PASSES |= {"jvp": "forward-mode derivative"}
+PASSES |= dict.fromkeys(("second", "second pass"), "double backward")
 ASKED = {"sliding": "forward", "second pass": "second"}
 PLAIN = ("unknown", "wrong-keys", "score-bias", "score-scale")  # what was read says more exactly
 

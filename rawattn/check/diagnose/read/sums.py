@@ -277,13 +277,11 @@ def _often(x: _Rows, times: Array) -> tuple[str, int] | None:
 
 def _numbers(x: _Rows, mass: Array, lse: Array) -> Array | None:
     """By head the number that the ``mass`` (num_heads_q, total_q) in the row sums is."""
-    allowed = 8 * x.noise * np.maximum(np.exp(lse), 1)
-    unit = np.where(x.known, 1 / allowed, 0.0)
-    size = (unit**2).sum(axis=1)
-    times = (mass / allowed * unit).sum(axis=1) / np.where(size > 0, size, 1.0)
+    heads = zip(mass, x.known, strict=True)
+    times = np.array([np.median(row[known]) if known.any() else 0.0 for row, known in heads])
     times = np.where(np.abs(times - np.rint(times)) < 0.02, np.rint(times), times)
-    left = np.abs(mass / allowed - times[:, None] * unit)[x.known].max()
-    return times if left < 1 and size.any() else None
+    left = np.abs(mass - times[:, None]) / np.maximum(np.exp(lse), 1)
+    return times if left[x.known].max() < 8 * x.noise else None
 
 
 def _and_more(times: Array, c: Context) -> Array:

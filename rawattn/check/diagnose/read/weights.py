@@ -76,10 +76,6 @@ def _say_scores(said: Said, x: Field, second: Callable[[], Weights]) -> None:
         said.say_term(term)
     elif x.left(np.zeros_like(c.S)) * x.noise < COARSE:
         said.right.append("scores and softmax_scale, roughly")
-    elif not read.passed and (values := _times(read, x.noise)[2]).size:
-        said.loose = True
-        name = "sparse-duplicate-twice" if read.places.question.sparse else "wrong-keys"
-        said.say(f"keys count up to {values.max():.0f} times, by no plain rule", name)
     else:
         said.unread.append("the weights of keys that are rightly seen are wrong in another way")
 
