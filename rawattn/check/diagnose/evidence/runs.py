@@ -1,8 +1,5 @@
-"""Questions that differ in what must not matter have the same answers, but for rounding.
-
-Results may differ by another order of summation alone. What fails says that something is wrong
-without a reference, and which bug it is.
-"""
+"""Questions that differ in what must not matter have the same answers, but for another order of
+summation. What fails says without a reference that something is wrong, and which bug it is."""
 
 from collections.abc import Callable, Iterator
 from contextlib import suppress
@@ -15,17 +12,15 @@ import numpy as np
 from rawattn.check.diagnose.engine.attention import Floats
 from rawattn.check.diagnose.engine.question import Answers, Question, by_rows
 from rawattn.check.diagnose.evidence.precision import eps_of, finite
-from rawattn.check.diagnose.evidence.structure import named
 
 ULPS = {2: 8, 4: 256, 8: 256}  # by itemsize: what another order of a sum may change in a result
 SMALLEST = 2.0**-20  # what a term may be off by in float16 that is too small for a relative error
 
 
 class Change(NamedTuple):
-    """What a run changes at most in a result of a sequence, and what rounding may."""
+    """What a run changes at most in a result, and what rounding may."""
 
     tensor: str
-    sequence: int
     value: float
     allowed: float
 
@@ -46,12 +41,10 @@ class Runs:
         for bug in bugs:
             found: list[Change] = []
             with suppress(Exception):  # a function need not be able to do all of this
-                found = [*self.changes(asks[bug]())]
-            if bad := [one for one in found if one.value > one.allowed]:
-                places = sorted({one.sequence for one in bad})
-                where = [*dict.fromkeys(one.tensor for one in bad), named("sequence", places)]
-                worst = max(bad, key=lambda one: one.value - one.allowed)
-                yield bug, ", ".join(where), worst
+                found = [one for one in self.changes(asks[bug]()) if one.value > one.allowed]
+            if found:
+                worst = max(found, key=lambda one: one.value - one.allowed)
+                yield bug, ", ".join(one.tensor for one in found), worst
 
     @cached_property
     def first(self) -> dict[str, Floats]:
@@ -75,12 +68,12 @@ class Runs:
         q = self.question
         ulps = ULPS[q.dtype.itemsize] * eps_of(q.q)  # also of results in more bits
         tiny = np.sqrt(max((*q.lengths_q, *q.lengths_k))) * SMALLEST if q.dtype == np.float16 else 0
-        for b in range(q.batch):
-            for tensor, x in answers.items():
-                rows = q.span(tensor, b)
-                now, before = x[rows], self.first[tensor][rows]
-                with np.errstate(invalid="ignore"):
-                    off = np.abs(np.where(np.isfinite(before) & (now != before), now - before, 0))
-                value = float(np.nan_to_num(off, nan=np.inf).max(initial=0.0))
-                allowed = ulps * np.abs(finite(before)).max(initial=0.0) + tiny
-                yield Change(tensor, b, value, float(allowed))
+        for tensor, x in answers.items():
+            rows = slice(*q.offsets(tensor)[[0, -1]].tolist())
+            now, before = x[rows], self.first[tensor][rows]
+            with np.errstate(invalid="ignore"):
+                off = np.abs(np.where(np.isfinite(before) & (now != before), now - before, 0))
+            value = float(np.nan_to_num(off, nan=np.inf).max(initial=0.0))
+            yield Change(
+                tensor, value, float(ulps * np.abs(finite(before)).max(initial=0.0) + tiny)
+            )
