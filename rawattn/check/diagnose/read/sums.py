@@ -231,19 +231,16 @@ def _say_mass(said: Said, x: _Rows, due: Array) -> None:
     elif (by := _of_other_rows(x, due)) is not None:
         said.say(f"the row sums are those of other rows: {by.words}", "statistics-misplaced")
         said.steps["softmax"] = partial(_over_others, by)
-    elif sinks is not None and (often := _often(x, mass / sinks)) is not None:
-        times, top = often
-        name = "denominator" if " to " in times else "sinks-misplaced"
-        said.say(f"the row sums have exp(sink) {times} too often", name)
-        said.steps |= {} if " to " in times else options.with_sink(lambda c: c.sink + np.log1p(top))
+    elif sinks is not None and (often := _often(x, mass / sinks)):
+        said.say(f"the row sums have exp(sink) {often} too often", "denominator")
     elif (times := _numbers(x, mass, said.weights.right.lse)) is not None:
         text = f"the row sums have {by_head(times)} more than the keys that are seen"
         said.say(text, "denominator")
         said.steps |= options.with_sink(partial(_and_more, times))
     elif np.abs(ratio).max() < ROUNDED:
         said.unread.append("the row sums are off by less than a hundredth, by no rule")
-    elif (often := _often(x, mass)) is not None:
-        said.say(f"the row sums have exp(0) of what is no key, {often[0]}", "denominator")
+    elif often := _often(x, mass):
+        said.say(f"the row sums have exp(0) of what is no key, {often}", "denominator")
     else:
         least, most = (number(float(np.exp(by))) for by in (ratio.min(), ratio.max()))
         text = f"the row sums are times {least} to {most} what they must be"
@@ -264,15 +261,14 @@ def _over_others(by: maps.Map, c: Context) -> tuple[Array, Array]:
     return STEPS["softmax"](c)[0], np.exp(c.S - by_rows)
 
 
-def _often(x: _Rows, times: Array) -> tuple[str, int] | None:
-    """In words, and at most, where these are whole numbers."""
+def _often(x: _Rows, times: Array) -> str:
+    """In words, where these are whole numbers; "" where they are not."""
     often = times[x.known]
     whole = np.rint(often) + 0.0
     if np.abs(often - whole).max(initial=0.0) > 0.02 or whole.min(initial=0.0) < 0:
-        return None
-    least, most = int(whole.min()), int(whole.max())
-    of_parts = " (once for every row of padding, part of the keys, or empty one?)"
-    return (f"{least} to {most} times{of_parts}" if least < most else f"{most} times"), most
+        return ""
+    of = "once for every row of padding, part of the keys, or empty one?"
+    return f"{whole.min():.0f} to {whole.max():.0f} times ({of})"
 
 
 def _numbers(x: _Rows, mass: Array, lse: Array) -> Array | None:
