@@ -1,9 +1,6 @@
 """What scores are in place of the right ones: with a term of places, other functions of themselves,
 of other heads, of some columns. A term is planted by steps, and fits if these give the log-weights
-that were read.
-
-Long by the terms.
-"""
+that were read."""
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field

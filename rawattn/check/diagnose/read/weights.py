@@ -56,7 +56,7 @@ def _said_of(read: Weights, second: Callable[[], Weights], support: Support | No
         said.unread[:] = ["the weights are not those of these queries and keys, if of any"]
     else:
         _say_support(said, alive)
-    if not said.unread and not said.loose:
+    if not said.unread:
         say_passed(said) if read.passed else say_sums(said, second)
     say_values(said)
     return said
