@@ -230,6 +230,7 @@ class Places:
         j, m, size = self.j, self.m, np.maximum(-(-self.m // parts), 1)
         return {
             f"j // ceil(seqlen_k / {parts})": lambda: j // size,
+            f"j % ceil(seqlen_k / {parts})": lambda: j % size,
             f"j - seqlen_k // {parts} * {parts}": lambda: j - m // parts * parts,
             f"i // ceil(seqlen_q / {parts})": lambda: self.i // np.maximum(-(-self.n // parts), 1),
         }
