@@ -132,7 +132,8 @@ _FORWARD: dict[str, tuple[Any, ...]] = {
     "few columns": ({"Y": first_columns}, "q . k without columns 8 to 15"),
     "filled": (_OPEN_TILE | {"S": filled}, "masked scores are 0, not -inf"),
     # ---- row sums, heads, stores ----
-    "padding": (heavier(lambda c: np.log(padding(c))), "the row sums "),
+    "padding": (heavier(lambda c: np.log(padding(c))), "up to the longest sequence"),
+    "tile of padding": (heavier(lambda c: np.log(-c.m % 32)), "its last tile of 32 keys"),
     "one more": (heavier(lambda c: 0.0), "have 1 more than the keys"),
     "twice": (times(lambda c: 1 + (c.j // 8 == 1)), "2 times: 8 <= j <= 15"),
     "overlap": (times(lambda c: 1 + ((c.j > 0) & (c.j % -(-c.m // 3) == 0))), "count 2 times: "),
@@ -170,7 +171,7 @@ _BACKWARD: dict[str, tuple[Any, ...]] = {
 BUGS = {name: Bug(FORWARD, *row) for name, row in _FORWARD.items()}
 BUGS |= {name: Bug(BACKWARD, *row) for name, row in _BACKWARD.items()}
 FINE = ("scaled sink", "another sink")  # 16 bits do not show them
-NOT_PLANTED = ("NaN", "padding", "one of the group")
+NOT_PLANTED = ("NaN", "one of the group")
 
 
 def alike(bug: Bug, dtype: str) -> Case:

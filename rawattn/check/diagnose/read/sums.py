@@ -7,7 +7,7 @@ from functools import partial
 import numpy as np
 
 from rawattn.check.diagnose.catalogue import maps, options
-from rawattn.check.diagnose.engine.attention import STEPS, Context
+from rawattn.check.diagnose.engine.attention import STEPS, TILES, Context, Step
 from rawattn.check.diagnose.evidence.places import Places, Right, log_sum, places_of
 from rawattn.check.diagnose.evidence.rules import Rule, Span
 from rawattn.check.diagnose.read.contexts import of_view
@@ -233,10 +233,10 @@ def _say_mass(said: Said, x: _Rows, due: Array) -> None:
         said.steps["softmax"] = partial(_over_others, by)
     elif sinks is not None and (often := _often(x, mass / sinks)):
         said.say(f"the row sums have exp(sink) {often} too often", "denominator")
-    elif (times := _numbers(x, mass, said.weights.right.lse)) is not None:
-        text = f"the row sums have {by_head(times)} more than the keys that are seen"
-        said.say(text, "denominator")
-        said.steps |= options.with_sink(partial(_and_more, times))
+    elif (more := _more(x, mass, said.weights.right.lse)) is not None:
+        text, name, step = more
+        said.say(f"the row sums have {text}", name)
+        said.steps |= options.with_sink(step)
     elif np.abs(ratio).max() < ROUNDED:
         said.unread.append("the row sums are off by less than a hundredth, by no rule")
     elif often := _often(x, mass):
@@ -267,23 +267,50 @@ def _often(x: _Rows, times: Array) -> str:
     whole = np.rint(often) + 0.0
     if np.abs(often - whole).max(initial=0.0) > 0.02 or whole.min(initial=0.0) < 0:
         return ""
-    of = "once for every row of padding, part of the keys, or empty one?"
+    of = "once for every part of the keys, or every empty one?"
     return f"{whole.min():.0f} to {whole.max():.0f} times ({of})"
 
 
-def _numbers(x: _Rows, mass: Array, lse: Array) -> Array | None:
-    """By head the number that the ``mass`` (num_heads_q, total_q) in the row sums is."""
-    heads = zip(mass, x.known, strict=True)
-    times = np.array([np.median(row[known]) if known.any() else 0.0 for row, known in heads])
-    times = np.where(np.abs(times - np.rint(times)) < 0.02, np.rint(times), times)
-    left = np.abs(mass - times[:, None]) / np.maximum(np.exp(lse), 1)
-    return times if left[x.known].max() < 8 * x.noise else None
+def _more(x: _Rows, mass: Array, lse: Array) -> tuple[str, str, Step] | None:
+    """What the ``mass`` (num_heads_q, total_q) in the row sums is, its class, and the logarithm of
+    the sink that does it."""
+    allowed = 8 * x.noise * np.maximum(np.exp(lse), 1)
+    for end, of in _others(x, mass).items():
+        unit = np.where(x.known, of(x.places), 0.0) / allowed
+        size = (unit**2).sum(axis=1)
+        times = (mass / allowed * unit).sum(axis=1) / np.where(size > 0, size, 1.0)
+        times = np.where(np.abs(times - np.rint(times)) < 0.02, np.rint(times), times)
+        left = np.abs(mass / allowed - times[:, None] * unit)[x.known].max()
+        if left < 1 and size.any() and (not end or (times == 1).all()):
+            text, name = f"every key of padding up to {end}", "padded-keys"
+            if not end:
+                text, name = f"{by_head(times)} more than the keys that are seen", "denominator"
+            return text, name, partial(_and_more, times, of)
+    return None
 
 
-def _and_more(times: Array, c: Context) -> Array:
-    """The logarithm of the sink, if there is one, with a number of each head added to it."""
+def _others(x: _Rows, mass: Array) -> dict[str, Callable[[Places], Array]]:
+    """What may be in the row sums, and how much it is if it is there once: keys of padding, by
+    where they end, or "" a number."""
+    found = {"the longest sequence": partial(_padding, 0, 0)}
+    padded = int(np.rint(np.median((mass + x.places.m[:, 0])[x.known])))
+    if padded > max(x.places.question.lengths_k):  # that of a sequence that is not here
+        found[f"{padded} keys"] = partial(_padding, 0, padded)
+    found |= {f"the end of its last tile of {t} keys": partial(_padding, t, 0) for t in TILES}
+    return {**found, "": lambda places: np.ones((1, len(places.j)))}
+
+
+def _padding(tile: int, length: int, places: Places) -> Array:
+    """(1, total_q): keys from a sequence's end to that of a tile, to a length, or the longest's."""
+    m = places.m[:, 0]
+    return np.asarray(-m % tile if tile else (length or max(places.question.lengths_k)) - m)[None]
+
+
+def _and_more(times: Array, of: Callable[[Places], Array], c: Context) -> Array:
+    """The sink, if there is one, with what else is in the row sums, by its logarithm."""
+    whole = times[:, None] * of(places_of(c.question))
     with np.errstate(divide="ignore"):
-        more = np.log(np.maximum(times, 0.0))[c.view.heads, None]
+        more = np.log(np.maximum(whole[np.ix_(c.view.heads, c.view.rows)], 0.0))
     return np.asarray(more if c.sink is None else np.logaddexp(more, c.sink))
 
 
