@@ -10,9 +10,9 @@ import numpy as np
 from rawattn.check.diagnose.catalogue.maps import WHOLE, of_rows
 from rawattn.check.diagnose.catalogue.masks import bounds
 from rawattn.check.diagnose.catalogue.reading import stored
-from rawattn.check.diagnose.engine.attention import BACKWARD, FIRST, TILES, Bug, See, View, views_of
+from rawattn.check.diagnose.engine.attention import FIRST, TILES, Bug, See, View, views_of
 from rawattn.check.diagnose.engine.question import BY_ROW, OF_KEYS, OF_SLOTS, Answers, Question
-from rawattn.check.diagnose.engine.steps import STEPS, Context, Floats, changed
+from rawattn.check.diagnose.engine.steps import STEPS, Context, Floats
 
 # ---- tiles ------------------------------------------------------------------------------------
 
@@ -113,17 +113,11 @@ def dead_rows(question: Question) -> Iterator[Bug]:
         return
     yield Bug("dead-rows", "NaN", FIRST, store=partial(_spoilt, dead))
     yield Bug("dead-rows", "mean of v", FIRST, steps={"S": _zero_dead, "bP": _uniform_dead})
-    yield Bug("dead-rows", "mean of v, dv alone", BACKWARD, steps={"dV": _dv_of_dead})
 
 
 def _zero_dead(c: Context) -> Floats:
     """Scores of -1e30, say, for all keys of a row: equal, and so is their softmax."""
     return np.where((c.W > 0).any(axis=2, keepdims=True), STEPS["S"](c), 0.0)
-
-
-def _dv_of_dead(c: Context) -> Floats:
-    P = _uniform_dead(changed(c, S=_zero_dead(c)))
-    return np.asarray(P.swapaxes(1, 2) @ c.dO)
 
 
 def _uniform_dead(c: Context) -> Floats:

@@ -109,9 +109,8 @@ Only = Callable[[View], bool]
 
 @dataclass(frozen=True)
 class Bug:
-    """A bug of class ``name`` in one of its ``variant`` forms, planted in some stages. look_at:
-    where to look, if the form tells more than its class does. alike: bugs with equal ones do the
-    same to the sequence that they are tried on first."""
+    """A bug of class ``name`` in one of its ``variant`` forms, planted in some stages. alike: bugs
+    with equal ones do the same to the sequence that they are tried on first."""
 
     name: str
     variant: str = ""
@@ -119,7 +118,6 @@ class Bug:
     see: See | None = None
     steps: Mapping[str, Step] = field(default_factory=dict)
     store: Store | None = None
-    look_at: str = ""
     alike: object = None
 
     def at(self, *stages: str) -> "Bug":

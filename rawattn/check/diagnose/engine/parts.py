@@ -1,6 +1,6 @@
 """What a packed problem has by tokens, by which it is changed, and taken apart."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import replace
 from operator import itemgetter
 from typing import Any
@@ -15,11 +15,9 @@ BY_TOKENS = {  # what a question has by rows of q and of k
 BY_HEADS = ("dlse", *BY_ROW)  # (num_heads_q, tokens)
 
 
-def by_tokens(
-    q: Question, of: str, change: Callable[[Any], Any], but: Sequence[str] = ()
-) -> dict[str, Any]:
+def by_tokens(q: Question, of: str, change: Callable[[Any], Any]) -> dict[str, Any]:
     """What ``q`` has by rows of q or k, changed with the tokens as the first axis."""
-    arrays = {n: x for n in BY_TOKENS[of] if n not in but and (x := getattr(q, n)) is not None}
+    arrays = {n: x for n in BY_TOKENS[of] if (x := getattr(q, n)) is not None}
     return {n: change(x.T).T if n in BY_HEADS else change(x) for n, x in arrays.items()}
 
 

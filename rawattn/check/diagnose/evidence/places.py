@@ -138,12 +138,13 @@ class Places:
         if not self.aligned:
             found |= {"j - i": lambda: j - i, "p": lambda: p}
             found["j - i + (seqlen_k - seqlen_q)"] = lambda: j - i + m - n
-            found["j - i - |seqlen_k - seqlen_q|"] = lambda: j - i - np.abs(m - n)
             found |= {"j - seqlen_q": lambda: j - n, "i - seqlen_k": lambda: i - m}
             longest, other = max(lengths), max(self.question.lengths_q)
             of_longest = {
                 "j - the longest seqlen_q": lambda: j - other,
-                "j - i - (the longest seqlen_k - seqlen_q)": lambda: j - i - longest + other,
+                "j - i - (the longest seqlen_k - the longest seqlen_q)": lambda: (
+                    j - i - longest + other
+                ),
             }
             found = of_longest | found
         found |= {
@@ -152,25 +153,15 @@ class Places:
             "the sequence": lambda: self.b,
             "the key's sequence - the query's": lambda: sequence - self.b,
         }
-        left = self.question.mask_window[0]
-        first = np.maximum(p - left, 0)
         for t in TILES:
             found |= self._of_tiles(t, of)
-            if left > 0:
-                found[f"(j - the first visible key) % {t}"] = partial(np.mod, j - first, t)
         found |= {
             "the row of the key in k": lambda: key,
             "the row of the query in q": lambda: query,
-            "the row in k - the row in q": lambda: key - query,
             "j - the longest seqlen_k": lambda: j - max(lengths),
             "j - the seqlen_k of sequence 0": lambda: j - lengths[0],
-            "j - the seqlen_k of the last sequence": lambda: j - lengths[-1],
-            "j - the seqlen_k of the next sequence": lambda: j - np.roll(lengths, -1)[self.b],
-            "the row in k - i": lambda: key - i,
-            "the row in k - seqlen_k": lambda: key - m,
             "the row in k - the query's first row in q": lambda: key - (query - i),
             f"the row in k - the query's first row in q - {of}": lambda: key - (query - i) - p,
-            "j - the row in q": lambda: j - query,
         }
         for parts in SPLITS:
             found |= self._of_parts(parts)
@@ -199,16 +190,10 @@ class Places:
                     name = f"{at} // {t} - ({words} of the {edge} row of its tile of {u}{side})"
                     row = partial(EDGES[edge], y, u, count)
                     found[f"{name} // {t}"] = partial(_tiles_behind, x, row, start + by * more, t)
-        for u, t in product((2, 4, *LOOPS), (4, *LOOPS)) if left > 0 else ():
-            begin = partial(_begin, partial(EDGES["first"], self.i, u, self.n), shift - left, t)
-            name = f"j - {own} - c with c the first key in tiles of {t} of a tile of {u} queries"
-            found[name] = partial(lambda begin: self.j - self.p - begin(), begin)
         for parts, t in product(SPLITS, LOOPS):
             size = np.maximum(-(-self.m // (t * parts)), 1)
             part = partial(np.floor_divide, self.j, size * t)
             found[f"j // {t} // ceil(seqlen_k / {parts * t})"] = part
-            last = partial(np.subtract, self.j, self.m // (size * t) * size * t)
-            found[f"j - seqlen_k // c * c with c = {t} ceil(seqlen_k / {parts * t})"] = last
             each = f"ceil(seqlen_k / {t}) // {parts}"
             for least, count in enumerate((each, f"max(1, {each})")):
                 whole = np.maximum(-(-self.m // t) // parts, least) * parts
@@ -222,18 +207,11 @@ class Places:
             **of_tiles("j", j, "seqlen_k", m, t),
             **of_tiles("i", i, "seqlen_q", n, t),
             f"(j - {of}) % {t}": lambda: (j - p) % t,
-            f"j // {t} - {of} // {t} % 2": lambda: (j // t - p // t) % 2,
             f"(j - {of} // {t} * {t})": lambda: j - p // t * t,
             f"(j - {of} of the last row of its tile of {t})": lambda: (
                 j - p + i - np.minimum(i // t * t + t, n) + 1
             ),
             f"(j // {t} * {t} - {of})": lambda: j // t * t - p,
-            f"(j % {t} - {of})": lambda: np.where(j < 0, j, j % t) - p,
-            f"(j - {of} % {t})": lambda: j - p % t,
-            f"(j % {t} - {of} % {t})": lambda: j % t - p % t,
-            f"(j % {t} - i % {t})": lambda: j % t - i % t,
-            f"(seqlen_q - 1) // {t} - j // {t}": lambda: (n - 1) // t - j // t,
-            f"j - seqlen_q // {t} * {t}": lambda: j - n // t * t,
         }
 
     def _of_heads(self, h: int) -> dict[str, Callable[[], Array]]:
@@ -245,8 +223,6 @@ class Places:
             f"({packed})": g * i + h % g,
             f"({packed}) % seqlen_q": (g * i + h % g) % n,
             f"(packed row h % {g} seqlen_q + i)": h % g * n + i,
-            "(i + h)": i + h,
-            "(i - h)": i - h,
         }
         found: dict[str, Callable[[], Array]] = {"h": lambda: h + 0 * i}
         found[f"h % {g}"] = lambda: h % g + 0 * i
@@ -310,10 +286,6 @@ class Places:
         for t in LOOPS[:3]:
             found |= of_tiles(f"the place in {at}", place, size, count, t)
         return found
-
-
-def _begin(row: Callable[[], Array], shift: Array, t: int) -> Array:
-    return np.asarray(np.maximum(row() + shift, 0) // t * t)
 
 
 def _tiles_behind(x: Array, row: Callable[[], Array], shift: Array, t: int) -> Array:

@@ -1,11 +1,10 @@
-"""Which pairs of query and key a set holds, in words: up to three intervals of integer features.
+"""Which pairs of query and key a set holds, in words: one or two intervals of integer features.
 The set is found on one problem and must hold on a second one of other lengths."""
 
 import re
-from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import chain, zip_longest
+from itertools import zip_longest
 from typing import NamedTuple, Protocol
 
 import numpy as np
@@ -13,11 +12,9 @@ import numpy as np
 Array = np.ndarray
 LENGTHS = {"seqlen_q", "seqlen_k"}  # bounds of which tell the few sequences of a problem apart
 SPLIT = re.compile(r"ceil\(")  # of what is in so many parts, which few lengths tell from tiles
-ZERO = {None, -1, 0, 1}  # bounds of what else would be as many as any number
 CHANCE = re.compile(r"seqlen_[qk]|the (sequence|row of).*|j - the (longest )?seqlen_k.*")  # alike
 FEW = 6  # runs of a feature that may be intervals: what falls into more is told by another one
-PAIRS, TRIED = 400, 64  # rules of two and of three
-NEEDED = 8  # pairs that each of three intervals must tell: of fewer, chance does
+PAIRS = 400  # rules of two
 
 
 class Places(Protocol):
@@ -38,6 +35,11 @@ class Span(NamedTuple):
     feature: str
     low: int | None
     high: int | None
+
+    @property
+    def near_0(self) -> bool:
+        """As few of which hold by chance."""
+        return {*self[1:]} <= {None, -1, 0, 1}
 
     def among(self, x: Array) -> Array:
         """Which of these values of the feature."""
@@ -72,11 +74,11 @@ class Rule:
 
     @property
     def plain(self) -> bool:
-        """Of bounds for lengths chance makes some, and of three intervals."""
+        """Of bounds for lengths chance makes some."""
         if len(self.spans) == 1:
             feature = self.spans[0].feature
             return feature not in LENGTHS and not SPLIT.search(feature)
-        return len(self.spans) < 3 and not any(CHANCE.fullmatch(x.feature) for x in self.spans)
+        return not any(CHANCE.fullmatch(x.feature) for x in self.spans)
 
     def holds(self, places: Places) -> Array:
         """(total_q, total_k)."""
@@ -111,93 +113,62 @@ def rules_of(*shown: Shown, among: Iterable[str] | None = None) -> Iterator[Rule
         yield Rule(())
         return
     places = shown[0].places
+    every = _spans(shown, inside, places.features if among is None else among)
+    yield from _rules(every, 1)
     if among is not None:
-        some = _Spans(shown, inside, among)
-        yield from chain(some.rules(1), some.rules(2))
+        yield from _rules(every, 2)
         return
-    every = _Spans(shown, inside, places.features)
-    yield from every.rules(1)
-    loops = _Spans(shown, inside, (n for n in places.loops if not SPLIT.search(n)))
-    yield from loops.rules(1)
-    plain = _Spans(shown, inside, (n for n in places.features if not CHANCE.fullmatch(n)))
-    yield from plain.rules(2)
-    yield from _Spans(shown, inside, filter(SPLIT.search, places.loops)).rules(1)
-    mixed = plain.and_of(loops)
-    yield from mixed.rules(2)
-    yield from plain.rules(3)
-    yield from mixed.rules(3)
-    yield from every.rules(2)
+    loops = _spans(shown, inside, (n for n in places.loops if not SPLIT.search(n)))
+    yield from _rules(loops, 1)
+    plain = [one for one in every if not CHANCE.fullmatch(one.span.feature)]
+    yield from _rules(plain, 2)
+    yield from _rules(_spans(shown, inside, filter(SPLIT.search, places.loops)), 1)
+    for spans in (plain + loops, every):
+        yield from _rules(spans, 2)
 
 
-class _Spans:
-    """Intervals of features that may make a rule, and what each leaves: of a union pure ones, of
-    what holds at once bounds."""
+class _Left(NamedTuple):
+    """An interval that may make a rule, and what it leaves: of a union (False) a pure one, of what
+    holds at once (True) bounds."""
 
-    def __init__(self, shown: Sequence[Shown], inside: Array, names: Iterable[str]) -> None:
-        self.kinds: dict[bool, list[tuple[Span, Array]]] = {False: [], True: []}
-        for name in names:
-            if not all(name in of.places.features or name in of.places.loops for of in shown):
-                continue
-            every = (np.broadcast_to(of.places.feature(name), of.domain.shape) for of in shown)
-            x = np.concatenate([x[of.domain] for x, of in zip(every, shown, strict=True)])
-            of_bounds = ZERO if "the longest seqlen_q" in name or "(the longest" in name else None
-            for span in _pure(x, inside, name):
-                if of_bounds is None or {*span[1:]} <= of_bounds:
-                    self.kinds[False].append((span, ~span.among(x[inside])))
-            for span in _bounds(x, inside, name):
-                if of_bounds is None or {*span[1:]} <= of_bounds:
-                    self.kinds[True].append((span, span.among(x[~inside])))
-
-    def and_of(self, other: "_Spans") -> "_Spans":
-        """With those of others behind them."""
-        both = _Spans((), np.zeros(0, dtype=bool), ())
-        both.kinds = {every: spans + other.kinds[every] for every, spans in self.kinds.items()}
-        return both
-
-    def rules(self, count: int) -> Iterator[Rule]:
-        """Those of so many intervals, the plainest first, unions and bounds by turns."""
-        told = ([*_exact(self.kinds[every], every, count)] for every in (False, True))
-        in_order = sorted(filter(None, told), key=lambda rules: rules[0].size)
-        yield from (rule for rules in zip_longest(*in_order) for rule in rules if rule)
+    every: bool
+    span: Span
+    left: Array
 
 
-def _exact(bounds: Sequence[tuple[Span, Array]], every: bool, count: int) -> Iterator[Rule]:
-    """Rules of one span, of two, or of three, that leave nothing, made of the plainest of these;
-    ``bounds``: spans, and what each leaves."""
-    if not bounds or count == 1:
-        yield from (Rule((span,), every) for span, left in bounds if not left.any())
+def _spans(shown: Sequence[Shown], inside: Array, names: Iterable[str]) -> list[_Left]:
+    """Those of some features."""
+    found = []
+    for name in names:
+        if not all(name in of.places.features or name in of.places.loops for of in shown):
+            continue
+        every = (np.broadcast_to(of.places.feature(name), of.domain.shape) for of in shown)
+        x = np.concatenate([x[of.domain] for x, of in zip(every, shown, strict=True)])
+        found += [_Left(False, one, ~one.among(x[inside])) for one in _pure(x, inside, name)]
+        found += [_Left(True, one, one.among(x[~inside])) for one in _bounds(x, inside, name)]
+    return [one for one in found if "longest seqlen_q" not in one.span.feature or one.span.near_0]
+
+
+def _rules(spans: Sequence[_Left], count: int) -> Iterator[Rule]:
+    """Rules of so many intervals, the plainest first, unions and bounds by turns."""
+    kinds = ([one for one in spans if one.every == every] for every in (False, True))
+    told = ([*_exact(kind, count)] for kind in kinds)
+    in_order = sorted(filter(None, told), key=lambda rules: rules[0].size)
+    yield from (rule for rules in zip_longest(*in_order) for rule in rules if rule)
+
+
+def _exact(spans: Sequence[_Left], count: int) -> Iterator[Rule]:
+    """Rules of one span, or of two, that leave nothing, made of the plainest of these."""
+    if not spans or count == 1:
+        yield from (Rule((one.span,), one.every) for one in spans if not one.left.any())
         return
-    spans, left = zip(*bounds, strict=True)
     # places that the same spans leave count once
-    marks = np.packbits(np.stack(left), axis=0).T
-    often = Counter(mark.tobytes() for mark in marks)
+    marks = np.packbits(np.stack([one.left for one in spans]), axis=0).T
     apart = [*{mark.tobytes(): n for n, mark in enumerate(marks)}.values()]
-    matrix = np.stack([x[apart] for x in left]).astype(np.float32)
-    if count == 2:
-        pairs = (pair for pair in _pairs(matrix) if pair[0] != pair[1])
-        found = iter(sorted(pairs, key=sum)[:PAIRS])
-    else:
-        found = _threes(matrix, np.array([*often.values()]))
-    yield from (Rule(tuple(spans[place] for place in some), every) for some in found)
-
-
-def _pairs(left: Array) -> list[tuple[int, ...]]:
-    """Which two leave nothing; on the diagonal which one."""
-    return [(int(a), int(b)) for a, b in np.argwhere(np.triu(left @ left.T == 0))]
-
-
-def _threes(left: Array, often: Array) -> Iterator[tuple[int, ...]]:
-    """Threes that leave nothing, of which each is needed, the plainest first; one of them does not
-    leave what most do. often: how many places each column stands for."""
-    less = left @ (1 - left).T == 0  # who leaves no more than who
-    kept = np.flatnonzero(~np.triu(less, 1).any(axis=0))  # but for who comes behind such
-    own, found = left[kept], []
-    for first in np.flatnonzero(own[:, own.sum(axis=0).argmax()] == 0):
-        found += [(int(first), *pair) for pair in _pairs(own[:, own[first] > 0])]
-    for some in sorted(found, key=sum)[:TRIED]:
-        by = own[list(some)].sum(axis=0)
-        if min(often[(by == 2) & (own[one] == 0)].sum() for one in some) >= NEEDED:
-            yield tuple(int(kept[place]) for place in some)
+    matrix = np.stack([one.left[apart] for one in spans]).astype(np.float32)
+    pairs = np.argwhere(np.triu(matrix @ matrix.T == 0, 1))
+    for one, other in sorted(pairs.tolist(), key=sum)[:PAIRS]:
+        yield Rule((spans[one].span, spans[other].span), spans[one].every)
 
 
 def _bounds(x: Array, inside: Array, name: str) -> Iterator[Span]:

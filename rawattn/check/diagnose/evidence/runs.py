@@ -1,33 +1,26 @@
-"""Questions that differ in what must not matter have the same answers, but for rounding.
-
-Results may differ by another order of summation alone. What fails says that something is wrong
-without a reference, and which bug it is.
-"""
+"""Questions that differ in what must not matter have the same answers, but for another order of
+summation. What fails says without a reference that something is wrong, and which bug it is."""
 
 from collections.abc import Callable, Iterator
 from contextlib import suppress
 from dataclasses import replace
-from functools import cached_property, partial
+from functools import cached_property
 from typing import Any, NamedTuple
 
 import numpy as np
 
 from rawattn.check.diagnose.engine.attention import Floats
-from rawattn.check.diagnose.engine.parts import LISTS, by_tokens
-from rawattn.check.diagnose.engine.question import Answers, Question, by_rows, side_of
+from rawattn.check.diagnose.engine.question import Answers, Question, by_rows
 from rawattn.check.diagnose.evidence.precision import eps_of, finite
-from rawattn.check.diagnose.evidence.structure import named
-from rawattn.check.transfer import Array
 
 ULPS = {2: 8, 4: 256, 8: 256}  # by itemsize: what another order of a sum may change in a result
 SMALLEST = 2.0**-20  # what a term may be off by in float16 that is too small for a relative error
 
 
 class Change(NamedTuple):
-    """What a run changes at most in a result of a sequence, and what rounding may."""
+    """What a run changes at most in a result, and what rounding may."""
 
     tensor: str
-    sequence: int
     value: float
     allowed: float
 
@@ -43,17 +36,15 @@ class Runs:
         self.question, self.call = replace(question, out=None, lse=None), call
 
     def failing(self, *bugs: str) -> Iterator[Failed]:
-        """Those of "race", "neighbour-leak" and "score-scale" that a run shows."""
-        asks = {"race": self.run, "neighbour-leak": self.neighbours, "score-scale": self.scaled}
+        """Those of "race" and "score-scale" that a run shows."""
+        asks = {"race": self.run, "score-scale": self.scaled}
         for bug in bugs:
             found: list[Change] = []
             with suppress(Exception):  # a function need not be able to do all of this
-                found = [*self.changes(asks[bug]())]
-            if bad := [one for one in found if one.value > one.allowed]:
-                places = sorted({one.sequence for one in bad})
-                where = [*dict.fromkeys(one.tensor for one in bad), named("sequence", places)]
-                worst = max(bad, key=lambda one: one.value - one.allowed)
-                yield bug, ", ".join(where), worst
+                found = [one for one in self.changes(asks[bug]()) if one.value > one.allowed]
+            if found:
+                worst = max(found, key=lambda one: one.value - one.allowed)
+                yield bug, ", ".join(one.tensor for one in found), worst
 
     @cached_property
     def first(self) -> dict[str, Floats]:
@@ -63,20 +54,6 @@ class Runs:
         """The answers by rows, those that the first run gave too."""
         before, answers = self.first, self.call(replace(self.question, **changes))
         return {name: by_rows(name, x) for name, x in answers.items() if name in before}
-
-    def neighbours(self) -> dict[str, Floats]:
-        """Every second sequence gets other numbers, then the others."""
-        found = dict(self.first)
-        for parity in (0, 1):
-            changes, other = dict[str, Any](), dict[str, np.ndarray]()
-            for of in "qk":
-                sequence = self.question.sequence_of(of)
-                other[of] = (sequence >= 0) & (sequence % 2 == parity)
-                change = partial(_altered, rows=other[of])
-                changes |= by_tokens(self.question, of, change, but=LISTS[:2])
-            for t, x in self.run(**changes).items():
-                found[t] = np.where(other[side_of(t)][:, None, None], found[t], x)
-        return found
 
     def scaled(self) -> dict[str, Floats]:
         """A factor of 2 rounds nothing."""
@@ -91,19 +68,12 @@ class Runs:
         q = self.question
         ulps = ULPS[q.dtype.itemsize] * eps_of(q.q)  # also of results in more bits
         tiny = np.sqrt(max((*q.lengths_q, *q.lengths_k))) * SMALLEST if q.dtype == np.float16 else 0
-        for b in range(q.batch):
-            for tensor, x in answers.items():
-                rows = q.span(tensor, b)
-                now, before = x[rows], self.first[tensor][rows]
-                with np.errstate(invalid="ignore"):
-                    off = np.abs(np.where(np.isfinite(before) & (now != before), now - before, 0))
-                value = float(np.nan_to_num(off, nan=np.inf).max(initial=0.0))
-                allowed = ulps * np.abs(finite(before)).max(initial=0.0) + tiny
-                yield Change(tensor, b, value, float(allowed))
-
-
-def _altered(array: Array, rows: np.ndarray) -> Array:
-    """``array`` with other numbers in these rows."""
-    other = array.copy()
-    other[rows] = (1.0 - 2.0 * array[rows].astype(np.float64)).astype(array.dtype)
-    return other
+        for tensor, x in answers.items():
+            rows = slice(*q.offsets(tensor)[[0, -1]].tolist())
+            now, before = x[rows], self.first[tensor][rows]
+            with np.errstate(invalid="ignore"):
+                off = np.abs(np.where(np.isfinite(before) & (now != before), now - before, 0))
+            value = float(np.nan_to_num(off, nan=np.inf).max(initial=0.0))
+            yield Change(
+                tensor, value, float(ulps * np.abs(finite(before)).max(initial=0.0) + tiny)
+            )

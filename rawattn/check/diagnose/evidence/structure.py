@@ -12,7 +12,6 @@ from rawattn.check.diagnose.engine.question import OF_KEYS, OF_SLOTS, Question, 
 from rawattn.check.diagnose.evidence.places import TILES, of_tiles
 from rawattn.check.diagnose.evidence.rules import Shown, rules_of
 
-SPANS = 3  # of a rule: from so many on chance makes some
 COVERED = 0.9  # share of rows that are nearly all
 ROWS = {"q": "row", "k": "key"}
 Bools = npt.NDArray[np.bool_]
@@ -55,7 +54,7 @@ def where(question: Question, tensor: str, bad: Bools, among: Bools | bool = Tru
     touched = np.isin(within, of_sequences)[:, None] & np.isin(np.arange(heads), of_heads)[None]
     for domain, words in ((whole, ""), (touched & whole, "of these, ")):
         rule = next(rules_of(Shown(places, domain.T, bad.T)), None)
-        if rule is not None and 0 < len(rule.spans) < SPANS:
+        if rule is not None and rule.spans:
             yield f"{words}the {row}s with {rule}"
             return
     if bad.sum() < COVERED * touched.sum():
@@ -84,9 +83,7 @@ class _Rows:
         made |= {"seqlen_q": of_q, "seqlen_k": of_k, "seqlen_k - seqlen_q": of_k - of_q}
         made["the sequence"] = sequence[None]
         if heads == q.num_heads_q and q.group > 1:
-            other = f"whether h % {q.num_heads_kv} is not h // {q.group}"
             made[f"h % {q.group}"] = h % q.group
-            made[other] = (h % q.num_heads_kv != h // q.group).astype(int)
         self.features: dict[str, Callable[[], Ints]]
         self.features = {name: partial(np.asarray, x) for name, x in made.items()}
         for t in TILES:

@@ -37,7 +37,7 @@ class Part:
     def text(self, heads: int, verb: str = "") -> str:
         """In words, of so many heads; ``verb`` in place of the kind's."""
         who = "" if len(self.heads) == heads else f" (head {', '.join(map(str, self.heads))})"
-        rule = f"{NO_RULE}{self.listed}" if self.rule is None else str(self.rule)
+        rule = f"{NO_RULE}, {self.listed}" if self.rule is None else str(self.rule)
         return f"{verb or f'a query {self.kind}'}{who}: {rule}"
 
 
@@ -86,10 +86,7 @@ class Support:
         """Who sees whom elsewhere, (num_heads_q, total_q, total_k); ValueError where only what was
         read is known, of other lengths."""
         if self.listed is not None:
-            q, found = places.question, np.zeros(places.rights.shape, dtype=self.seen.dtype)
-            for view in self.listed(q, views_of(q)):
-                np.logical_or.at(found, np.ix_(view.heads, view.rows, view.keys), view.weight > 0)
-            return found
+            return pairs_of(places.question, self.listed)
         if not self.named:
             q, own = places.question, self.places.question
             same = (q.lengths_q, q.lengths_k) == (own.lengths_q, own.lengths_k)
@@ -108,24 +105,13 @@ class Support:
     @property
     def by_no_rule(self) -> "Support":
         """The same without rules, which do not hold elsewhere."""
-        parts = (replace(part, rule=None, listed=self._listed(part)) for part in self.parts)
-        return replace(self, parts=tuple(parts), whole=None)
+        parts = tuple(self._listed(replace(part, rule=None)) for part in self.parts)
+        return replace(self, parts=parts, whole=None)
 
-    def _listed(self, part: Part) -> str:
-        """Keys or distances in a part, of every sequence, if they tell all of it."""
-        x, domain = self.places, _domain(self.places, part.kind)
-        inside = self.inside(part.kind)[part.heads[0]]
-        for name, of in {"keys": x.j, "j - p of": x.j - x.p}.items():
-            told, found = [], np.zeros_like(inside)
-            for b, m in enumerate(x.question.lengths_k):
-                here = domain & (x.b == b)
-                values = np.unique(of[inside & here])
-                found |= here & np.isin(of, values)
-                runs = np.split(values, np.flatnonzero(np.diff(values) > 1) + 1)
-                told += [f"{run[0]} to {run[-1]} of {m}" for run in runs if run.size]
-            if (found == inside).all() and len(told) <= LISTED:
-                return f": {name} {', '.join(told)}"
-        return f", {listing(x, inside)}"
+    def _listed(self, part: Part) -> Part:
+        """A part with what it was where it was read, if no rule tells it."""
+        listed = "" if part.rule else _listing(self.places, self.inside(part.kind)[part.heads[0]])
+        return replace(part, listed=listed)
 
     def others(self, places: Places) -> Iterator["Support"]:
         """The same by other rules, which are not alike at these ``places``."""
@@ -179,15 +165,24 @@ def support_of(*read: tuple[Places, Array, Array]) -> Support:
     kinds, alike = {part.kind for part in parts}, all(len(x.heads) == len(seen) for x in parts)
     whole = _whole(*read, own=OTHER not in kinds) if kinds > {LESS} and alike else None
     found = Support(places, seen, tuple(parts), whole, second)
-    listed = (x if x.rule else replace(x, listed=found._listed(x)) for x in parts)
-    return replace(found, parts=tuple(listed))
+    return replace(found, parts=tuple(map(found._listed, parts)))
+
+
+def pairs_of(question: Question, see: See) -> Array:
+    """(num_heads_q, total_q, total_k): which pairs there are with a change of views."""
+    found = np.zeros((question.num_heads_q, len(question.q), len(question.k)), dtype=bool)
+    for view in see(question, views_of(question)):
+        at = view.keys >= 0
+        here = np.ix_(view.heads, view.rows, view.keys[at])
+        found[here] |= view.weight[..., at] > 0
+    return found
 
 
 def _part(kind: str, heads: Iterable[int], rules: Iterator[Rule]) -> Part:
     return Part(kind, tuple(heads), next(rules, None), rules)
 
 
-def listing(places: Places, inside: Array) -> str:
+def _listing(places: Places, inside: Array) -> str:
     """Pairs (total_q, total_k) of the longest sequence that has some, by ranges: queries in a row
     that have the same keys, or keys at the same distances."""
     of_rows = np.where(inside.any(axis=1), places.b[:, 0], -1)

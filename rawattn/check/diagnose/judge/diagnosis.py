@@ -163,7 +163,7 @@ def _judge(
         findings += rounding.of_right(verdict, side, zeros=zeros)
     findings += empty_ones
     if runs is not None and all(one.bug == "rounding" for one in findings):
-        findings += proofs.of_runs(side, races or [*runs.failing("neighbour-leak", "score-scale")])
+        findings += proofs.of_runs(side, races or [*runs.failing("score-scale")])
     return _merged(findings), facts
 
 
@@ -220,7 +220,6 @@ def _found(
     bugs = [part.best[name].prediction.bug for part in parts]
     form, must = bugs[0].variant, mask_rule(question)
     where = " and ".join(dict.fromkeys(PASSES[part.verdict.stage] for part in parts))
-    look_at = dict.fromkeys(bug.look_at for bug in bugs)
     cut = any(part.verdict.cut for part in parts)
     evidence = [_said(name, parts, form, must), *[CUT] * cut]
     clear = not cut and not others and not any(part.verdict.unexplained for part in parts)
@@ -232,7 +231,6 @@ def _found(
         *(side, name, f"{where}: {', '.join(wrong or works)}", "high" if clear else "medium"),
         *(evidence, tuple(others)),
         title=_title(name, form, must),
-        look_at="; ".join(filter(None, look_at)),
     )
     forms, *more = (part.verdict.forms(name, part.tensors) for part in parts)
     alike = tuple(x for x in forms if all(x in others for others in more))

@@ -144,7 +144,6 @@ def of_sinks(
 
 RUNS = {  # by what a bug shows, though the results themselves are right
     "race": "a second, equal call",
-    "neighbour-leak": "another run, with other numbers in the neighbours,",
     "score-scale": "another run, with 2 q and half the softmax_scale,",
 }
 

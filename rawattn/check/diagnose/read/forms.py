@@ -11,7 +11,7 @@ import numpy as np
 
 from rawattn.check.diagnose.catalogue import maps
 from rawattn.check.diagnose.catalogue.reading import of_view
-from rawattn.check.diagnose.engine.attention import TILES, Context, changed, deltas
+from rawattn.check.diagnose.engine.attention import TILES, Context, deltas
 from rawattn.check.diagnose.engine.question import Question
 from rawattn.check.diagnose.engine.steps import times
 from rawattn.check.diagnose.read.fields import sum_in_words, sums_of
@@ -23,17 +23,16 @@ Of = Callable[[Context], Array]
 ANOTHER = "delta-of-another-out"
 MOST, SAMPLED = 3, 40  # terms of a sum; pairs for every column
 MOST_PAIRS = 0.95
-WITHOUT, TWICE = " without the softcap's slope", " with the softcap's slope twice"
-POWERS = {WITHOUT: 0, TWICE: 2}
-TERMS: dict[str, Callable[[Array, Array, Array], Array]] = {  # of P, dP and D
-    "P dP": lambda P, dP, D: P * dP,
-    "P D": lambda P, dP, D: P * D,
-    "dP": lambda P, dP, D: dP,
-    "D": lambda P, dP, D: D + 0 * P,
-    "P^2 dP": lambda P, dP, D: P * P * dP,
-    "P": lambda P, dP, D: P,
+TERMS: dict[str, Callable[[Array, Array, Array, Any], Array]] = {  # of P, dP, D and dlse
+    "P dP": lambda P, dP, D, dL: P * dP,
+    "P D": lambda P, dP, D, dL: P * D,
+    "dP": lambda P, dP, D, dL: dP,
+    "D": lambda P, dP, D, dL: D + 0 * P,
+    "P^2 dP": lambda P, dP, D, dL: P * P * dP,
+    "P": lambda P, dP, D, dL: P,
+    "P dlse": lambda P, dP, D, dL: P * dL,
+    "dlse": lambda P, dP, D, dL: dL + 0 * P,
 }
-
 OVER: dict[str, Callable[[Array, Array], Array]] = {  # of tiles, from the pair's and from the last
     "the tile of {} keys at hand": lambda own, last: own == 0,
     "the last tile of {} keys": lambda own, last: last == 0,
@@ -73,35 +72,23 @@ def sum_of_own(c: Context) -> Array:
 
 
 def terms(question: Question) -> list[str]:
-    """The terms that dS may be a sum of; "P dlse" where D is dout . out alone."""
-    found = [*TERMS, *(["P dlse", "dlse"] if question.dlse is not None else [])]
-    of_softcap = product(("P dP", "P D"), POWERS if question.softcap is not None else ())
-    return found + ["".join(one) for one in of_softcap]
+    """The terms that dS may be a sum of, with D as dout . out alone."""
+    return [name for name in TERMS if question.dlse is not None or "dlse" not in name]
 
 
 def of_terms(factors: Mapping[str, float], c: Context) -> Array:
     """dY of a sum of these."""
     D, dL = (np.asarray(x)[..., None] for x in (c.D + c.dL, c.dL))
-    of = c.P, c.dP, D, dL, c.G * c.cap[1]
-    total = np.sum([x * _term(name, *of) for name, x in factors.items()], axis=0)
-    return np.asarray(np.where(c.W > 0, total, 0.0))
-
-
-def _term(name: str, P: Array, dP: Array, D: Array, dL: Any, slope: Array) -> Array:
-    """dY of one of them; D without dlse."""
-    words = next((x for x in POWERS if name.endswith(x)), "")
-    plain, factor = name.removesuffix(words), slope ** POWERS.get(words, 1)
-    if plain.endswith("dlse"):
-        return np.asarray(factor * (P if plain == "P dlse" else P**0) * dL)
-    return np.asarray(factor * TERMS[plain](P, dP, D))
+    total = (x * TERMS[name](c.P, c.dP, D, dL) for name, x in factors.items())
+    return of_pairs(c, np.sum([*total], axis=0))
 
 
 def _sums(part: Part) -> Iterator[Change]:
     """A sum of few of TERMS, with any factors."""
     slopes, there = part.slopes, part.known
     size = np.where(there, part.P * np.abs(slopes.dP - slopes.D), 1.0)[there] * part.noise
-    of = part.P, slopes.dP, slopes.D, 0.0, slopes.slope
-    basis = {name: _term(name, *of)[there] / size for name in terms(part.places.question)}
+    found = ((n, TERMS[n](part.P, slopes.dP, slopes.D, 0.0)) for n in terms(part.places.question))
+    basis = {name: (slopes.slope * x)[there] / size for name, x in found}
     for factors in sums_of(basis, slopes.dS[there] / size, MOST):
         text, name = of_terms_in_words(factors)
         yield Change([text], name, partial(of_terms, factors), whole=True)
@@ -112,9 +99,7 @@ def of_terms_in_words(factors: Mapping[str, float], dlse: bool = False) -> tuple
     due = dict[str, float]({"P dP": 1, "P D": -1, "P dlse": 1} if dlse else {"P dP": 1, "P D": -1})
     text, name = f"is {sum_in_words(factors)}, not {sum_in_words(due)}", "unknown"
     plain = {term: x for term, x in factors.items() if "dlse" not in term}
-    if any(name.endswith((*POWERS,)) for name in factors):
-        name = "softcap-slope-omitted"
-    elif factors == {"P dP": 1}:
+    if factors == {"P dP": 1}:
         text, name = "lacks the row term D: it is P dP", "delta-omitted"
     elif dlse and plain == {"P dP": 1, "P D": -1}:
         name = "lse-gradient-sign"
@@ -173,8 +158,6 @@ def _others(question: Question) -> Iterator[tuple[str, str, Of]]:
     for tile in TILES:
         text = f"of row i // {tile} * {tile} + j % {tile}, the key's place in its tile"
         yield text, "statistics-misplaced", partial(_across, tile)
-    if question.softcap is not None:
-        yield "as the sum of P dP with the softcap's slope", ANOTHER, _with_slope
 
 
 def _moved(by: maps.Map, c: Context) -> Array:
@@ -199,10 +182,6 @@ def _across(tile: int, c: Context) -> Array:
     inside, other = other < len(q.q), np.minimum(other, len(q.q) - 1)
     D = deltas(q, c.given)[c.view.heads][:, other]
     return np.where(inside & (sequence[other] == sequence[rows]), D, 0.0)
-
-
-def _with_slope(c: Context) -> Array:
-    return sum_of_own(changed(c, dP=c.dP * c.cap[1]))[..., None]
 
 
 def _with_delta(D: Of, c: Context) -> Array:

@@ -31,35 +31,25 @@ HOW = {
     "forward": "weights of out, with unit vectors for v",
     "backward": "dS and P, with unit vectors for k, then for q and dout",
     "sliding": "weights of sliding out, with unit vectors for v",
-}
-LOOK_AT = {
-    "forward": "where the weights are made: scores, mask, row sums",
-    "backward": "where P and dS = P o (dP - D) are made, and what comes before dq and dk",
-    "sliding": "where the weights of the sliding branch are made: scores, mask, row sums",
-}
-HOW |= {
     "jvp": "weights of tout, with unit vectors for tv alone",
     "second": "weights of ddout, with unit vectors for ddv alone",
-    "second pass": "P and dS' of gq, gk and gv, with unit vectors for k, then for q and dout",
 }
+LOOK_AT = dict.fromkeys(
+    HOW, "where this pass makes P: scores, mask, row sums or lse, bounds of loops"
+)
+LOOK_AT["backward"] = "where P and dS = P o (dP - D) are made, and what comes before dq and dk"
 READERS: dict[str, tuple[Callable[..., Any], Callable[..., Said]]] = {
     "forward": (read_forward, said_of),
     "backward": (read_backward, said_of_backward),
+    "jvp": (beyond.read_tangents, said_of),
+    "second": (beyond.read_first_pass, said_of),
 }
 TELLING = {"forward": "out", "backward": "dv"}  # of who sees whom, on any problem
 FURTHER = 5  # lengths of that problem
 NEAR = {2: 2e-2, 4: 5e-3, 8: 1e-5}  # of a row, by the bytes of the inputs
 Known = tuple[Question, Answers] | None
-BEYOND: dict[str, tuple[Callable[..., Any], Callable[..., Said]]] = {  # saved arrays hold none
-    "jvp": (beyond.read_tangents, said_of),
-    "second": (beyond.read_first_pass, said_of),
-    "second pass": (beyond.read_second_pass, beyond.say_second_pass),
-}
 PASSES = {"forward": "forward pass", "backward": "backward pass", "sliding": "sliding branch"}
-LOOK_AT |= dict.fromkeys(BEYOND, "where this pass makes P: scores, mask, lse; bounds of its loops")
 PASSES |= {"jvp": "forward-mode derivative", "second": "double backward"}
-PASSES["second pass"] = PASSES["second"]
-ASKED = {"sliding": "forward", "second pass": "second"}
 PLAIN = ("unknown", "wrong-keys", "score-bias", "score-scale")  # what was read says more exactly
 
 
@@ -106,7 +96,7 @@ UNREAD = Readings()
 
 def _is_of(one: Finding, side: str, stage: str) -> bool:
     """Whether a finding is about the stage of a side."""
-    of_stage = PASSES[stage] in one.where or one.where.startswith(f"{ASKED.get(stage, stage)}:")
+    of_stage = PASSES[stage] in one.where or one.where.startswith(f"{stage}:")
     of_stage = "sliding" in one.where if stage == "sliding" else of_stage
     return of_stage and one.side == side and one.bug != "rounding"
 
@@ -152,11 +142,12 @@ def read(question: Question, ask: Callable[[str], Ask | None], known: Known = No
     facts: list[str] = []
     for stage in PASSES:
         branch = stage == "sliding"
-        asked, judged = ask(ASKED.get(stage, stage)), stage not in BEYOND or question.tv is not None
-        if asked is None or not judged or (branch and question.sliding is None):
+        asked = ask("forward" if branch else stage)
+        beyond_first = stage in ("jvp", "second")  # which saved arrays do not tell
+        if asked is None or (branch and question.sliding is None):
             continue
-        if stage == "second pass" and any(said.stage == "second" for said in found):
-            continue  # of which it has e and W
+        if beyond_first and question.tv is None:
+            continue
         here = sliding.alone(question) if branch else question
         try:
             said = _read(here, stage, sliding.asked(question, asked) if branch else asked, known)
@@ -178,7 +169,7 @@ def _read(question: Question, stage: str, ask: Ask, known: Known) -> Said:
         calls += 1
         return ask(asked)
 
-    here, (reader, say) = problem(question, 0), (READERS | BEYOND).get(stage, READERS["forward"])
+    here, (reader, say) = problem(question, 0), READERS.get(stage, READERS["forward"])
     found, again = reader(counted, here), cache(partial(_elsewhere, reader, counted, here))
 
     def told(support: Support | None) -> Said:

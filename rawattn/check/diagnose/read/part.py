@@ -35,9 +35,7 @@ class Part:
             slope = lists.scores_of(said.listed, places, slopes.S)[1]
             self.slopes = slopes = replace(slopes, slope=slope)
         L = np.where(np.isfinite(slopes.L), slopes.L, np.inf)
-        with np.errstate(over="ignore"):
-            scores = slopes.S if said is None else said.scores(places, slopes.S)
-            self.P = np.where(self.seen, np.exp(scores - L), 0.0)
+        self.P = self._weights(places, slopes.S, L)
         size = float(np.sqrt(np.mean(slopes.Z**2))) or 1.0
         self.there = (self.P > 1e-4) & (np.abs(slopes.Z) > CLEAR * size)
         due = np.where(self.there, self.P * slopes.Z, 1.0)
@@ -46,14 +44,18 @@ class Part:
         self.wrongly = ~self.seen & (np.abs(slopes.dS) > TINY) & np.isfinite(L)
         self.known = self.there & ~self.gone
 
+    def _weights(self, places: Places, S: Array, L: Array) -> Array:
+        """P with what is known of it, by the right scores and lse."""
+        with np.errstate(over="ignore"):
+            scores = S if self.said is None else self.said.scores(places, S)
+            return np.where(self.seen, np.exp(scores - L), 0.0)
+
     def context(self, question: Question) -> Context:
         """Of a call, with what is known of P."""
         places = places_of(question)
         c = backward_of(Right(places))
         c.W = self.seen.astype(np.float64)
-        with np.errstate(over="ignore"):
-            scores = c.S if self.said is None else self.said.scores(places, c.S)
-            c.P = np.where(self.seen, np.exp(scores - dead_to_inf(np, c.L)[..., None]), 0.0)
+        c.P = self._weights(places, c.S, dead_to_inf(np, c.L)[..., None])
         if self.said is not None and self.said.listed is not None:
             c.G = c.slope = lists.scores_of(self.said.listed, places, c.S)[1]
         c.dS = c.P * (c.dP - c.D[..., None])

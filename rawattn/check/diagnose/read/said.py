@@ -7,9 +7,9 @@ import numpy as np
 
 from rawattn.check.diagnose.catalogue.classes import CLASSES
 from rawattn.check.diagnose.catalogue.second_order import JVP, SECOND, of_one_pass
-from rawattn.check.diagnose.engine.attention import BACKWARD, FIRST, Bug, See, Step, views_of
+from rawattn.check.diagnose.engine.attention import BACKWARD, FIRST, Bug, See, Step
 from rawattn.check.diagnose.evidence.places import Places
-from rawattn.check.diagnose.evidence.support import Support
+from rawattn.check.diagnose.evidence.support import Support, pairs_of
 from rawattn.check.diagnose.read import lists, sliding
 from rawattn.check.diagnose.read.contexts import context_of, scores_of
 from rawattn.check.diagnose.read.probe import Weights
@@ -18,7 +18,7 @@ from rawattn.check.diagnose.read.terms import Term
 Array = np.ndarray
 SEEN = {"float16": 1e-5}  # weights above are seen; of other dtypes those above TINY
 TINY = 1e-30
-STAGES = {"backward": BACKWARD, "second": SECOND, "second pass": SECOND, "jvp": JVP}
+STAGES = {"backward": BACKWARD, "second": SECOND, "jvp": JVP}
 COARSE = 3e-3  # what is left where sums run in TF32: no bug of the weights
 NOISE = {"float64": 1e-5, "float32": 1e-3, "float16": 2e-3, "bfloat16": 1e-2}  # of log-weights
 
@@ -28,8 +28,8 @@ class Said:
     """What was read of a ``stage``, by so many calls. right, wrong: sentences, the latter what the
     bug is; unread: what no sentence describes.
 
-    names: classes of bugs; steps: as of engine.Bug. term: what the sentences are about. loose: how
-    often or which keys count is told by no rule. listed: a bug of the catalogue that is all of it.
+    names: classes of bugs; steps: as of engine.Bug. term: what the sentences are about. loose: it
+    was read on other lengths than are judged. listed: a bug of the catalogue that is all of it.
     """
 
     weights: Weights
@@ -84,8 +84,6 @@ class Said:
         if self.listed is not None and self.wrong == [_title(self.listed)]:
             words = self.listed.variant
         bug = Bug(self.name or "unknown", words, stages, self.see, self.steps)
-        if self.stage == "second pass":  # whose dS is another thing than that of a backward pass
-            return of_one_pass(bug) if {*self.steps} <= {"bP"} else None
         return sliding.planted(bug) if self.stage == "sliding" else bug
 
     @property
@@ -101,14 +99,10 @@ class Said:
             return self.loose or bool(self.unread) or "lse" not in self.right  # parts are merged
         if bug.see is None or read.right or not read.named or self.unread or read.second is None:
             return True
-        for places in (read.places, read.second):
-            q, seen = places.question, np.zeros_like(due := read.at(places) > 0)
-            for view in bug.see(q, views_of(q)):
-                at = view.keys >= 0
-                seen[np.ix_(view.heads, view.rows, view.keys[at])] = view.weight[..., at] > 0
-            if not q.sparse and (seen != due).any():
-                return False
-        return True
+        if read.places.question.sparse:
+            return True
+        both = read.places, read.second
+        return all(np.array_equal(read.at(x) > 0, pairs_of(x.question, bug.see)) for x in both)
 
     def scores(self, places: Places, S: Array) -> Array:
         """The scores (num_heads_q, total_q, total_k) with what was found, for the right ones."""

@@ -74,7 +74,7 @@ def say_sums(said: Said, second: Callable[[], Weights]) -> None:
     wrongly = x.seen & ~x.places.rights & x.known[..., None]
     level = x.logs + x.total[..., None]  # of which weights are exp
     if np.abs(level - x.S)[wrongly].max(initial=0.0) >= 8 * x.noise:
-        _say_filled(said, level[wrongly], (level - x.S)[wrongly], x.noise)
+        _say_filled(said, level[wrongly], x.noise)
         x.S = np.where(wrongly, level, x.S)
     due, sinks = log_sum(np.where(x.seen, x.S, -np.inf)), x.places.question.sinks
     with_sinks = due if sinks is None else np.logaddexp(due, np.asarray(sinks, float)[:, None])
@@ -88,26 +88,24 @@ def say_sums(said: Said, second: Callable[[], Weights]) -> None:
         _say_lse(said, x, with_sinks)
 
 
-def _say_filled(said: Said, level: Array, added: Array, noise: float) -> None:
-    """What masked scores are, or what is added to them."""
-    adds, text = bool(np.ptp(added) < np.ptp(level)), ""
-    if np.ptp(added if adds else level) < 8 * noise:
-        x = float((added if adds else level).mean())
+def _say_filled(said: Said, level: Array, noise: float) -> None:
+    """What masked scores are."""
+    text = "weights of keys that must not be seen are not those of their scores"
+    if np.ptp(level) < 8 * noise:
+        x = float(level.mean())
         x = float(np.round(x, 0 if abs(x - np.rint(x)) < noise else 4)) + 0.0
-        text = f"{x:.4g} is added to masked scores" if adds else f"masked scores are {x:.4g}"
-        capped = said.weights.places.question.softcap == -x and not adds
+        capped = said.weights.places.question.softcap == -x
+        text = f"masked scores are {x:.4g}, not -inf"
         text += " (the softcap is applied to masked scores)" * capped
         said.names[:] = ["mask-fill"]
-        said.steps["S"] = partial(_filled, x, adds)
-    other = "weights of keys that must not be seen are not those of their scores"
-    said.wrong.insert(0, f"{text}, not -inf" if text else other)
+        said.steps["S"] = partial(_filled, x)
+    said.wrong.insert(0, text)
 
 
-def _filled(number: float, adds: bool, c: Context) -> Array:
+def _filled(number: float, c: Context) -> Array:
     """Scores of keys that are wrongly seen."""
-    S = STEPS["S"](c)
     wrong = ~of_view(c, places_of(c.question).rights) & (c.W > 0)
-    return np.asarray(np.where(wrong, (S if adds else 0.0) + number, S))
+    return np.asarray(np.where(wrong, number, STEPS["S"](c)))
 
 
 def _say_lse(said: Said, x: _Rows, with_sinks: Array) -> None:
@@ -240,19 +238,16 @@ def _say_mass(said: Said, x: _Rows, due: Array) -> None:
         said.steps["softmax"] = partial(
             _over_others, lambda places, L: by.moved(of_rows(places.question, "lse"), L)
         )
-    elif sinks is not None and (often := _often(x, mass / sinks)) is not None:
-        times, top = often
-        name = "denominator" if " to " in times else "sinks-misplaced"
-        said.say(f"the row sums have exp(sink) {times} too often", name)
-        said.steps |= {} if " to " in times else options.with_sink(lambda c: c.sink + np.log1p(top))
+    elif sinks is not None and (often := _often(x, mass / sinks)):
+        said.say(f"the row sums have exp(sink) {often} too often", "denominator")
     elif (more := _more(x, mass, said.weights.right.lse)) is not None:
         text, name, step = more
         said.say(f"the row sums have {text}", name)
         said.steps |= options.with_sink(step)
     elif np.abs(ratio).max() < ROUNDED:
         said.unread.append("the row sums are off by less than a hundredth, by no rule")
-    elif (often := _often(x, mass)) is not None:
-        said.say(f"the row sums have exp(0) of what is no key, {often[0]}", "denominator")
+    elif often := _often(x, mass):
+        said.say(f"the row sums have exp(0) of what is no key, {often}", "denominator")
     else:
         least, most = (number(float(np.exp(by))) for by in (ratio.min(), ratio.max()))
         text = f"the row sums are times {least} to {most} what they must be"
@@ -281,15 +276,14 @@ def _with_before(tile: int, places: Places, L: Array) -> Array:
     return found
 
 
-def _often(x: _Rows, times: Array) -> tuple[str, int] | None:
-    """In words, and at most, where these are whole numbers."""
+def _often(x: _Rows, times: Array) -> str:
+    """In words, where these are whole numbers; "" where they are not."""
     often = times[x.known]
     whole = np.rint(often) + 0.0
     if np.abs(often - whole).max(initial=0.0) > 0.02 or whole.min(initial=0.0) < 0:
-        return None
-    least, most = int(whole.min()), int(whole.max())
-    of_parts = " (once for every part of the keys, or every empty one?)"
-    return (f"{least} to {most} times{of_parts}" if least < most else f"{most} times"), most
+        return ""
+    of = "once for every part of the keys, or every empty one?"
+    return f"{whole.min():.0f} to {whole.max():.0f} times ({of})"
 
 
 def _more(x: _Rows, mass: Array, lse: Array) -> tuple[str, str, Step] | None:

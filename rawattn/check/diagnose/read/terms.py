@@ -1,9 +1,6 @@
 """What scores are in place of the right ones: with a term of places, other functions of themselves,
 of other heads, of some columns. A term is planted by steps, and fits if these give the log-weights
-that were read.
-
-Long by the terms.
-"""
+that were read."""
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -15,8 +12,7 @@ import numpy as np
 
 from rawattn.check.diagnose.catalogue import options
 from rawattn.check.diagnose.catalogue.second_order import with_values
-from rawattn.check.diagnose.engine.attention import STEPS, Context, Step, changed
-from rawattn.check.diagnose.engine.steps import LOG2_E
+from rawattn.check.diagnose.engine.steps import LOG2_E, STEPS, Context, Step, changed
 from rawattn.check.diagnose.evidence.places import Places, places_of
 from rawattn.check.diagnose.read.contexts import capped, of_view, scores_of
 from rawattn.check.diagnose.read.fields import Field, by_head, number, of_heads, runs_of
@@ -28,9 +24,6 @@ CURVES: dict[str, options.Curve] = {
     **options.CURVES,
 }
 NUMBERS = (*(2.0**n for n in range(-10, 6)), 0.01, 0.1, 3.0, 5.0, 10.0, 20.0, 30.0, 50.0)
-COARSE, DEGREE = 0.1, 8  # of an exp that is inexact: how far it is off, in polynomials of degree
-WHOLE = 1 << 20
-LOOPED = (WHOLE, 16, -16, 32, -32, 64, -64, 128, -128)  # tiles of keys; from the last one if < 0
 
 
 Of = Callable[[Places], Array]  # numbers (num_heads_q or 1, total_q, total_k) of places
@@ -50,7 +43,7 @@ class Term:
 def term_of(field: Field, c: Context, *, many: bool = False) -> Term | None:
     """The plainest term that leaves nothing but rounding; ``many``: of many numbers."""
     plain = (_biases(field, c), _factors(field, c), _curves(field, c))
-    parts = (_heads(field, c), _columns(field, c), _exponents(field, c)) if many else plain
+    parts = (_heads(field, c), _columns(field, c)) if many else plain
     return next((t for t in chain(*parts) if field.fits(scores_of(c, t.steps) - c.S)), None)
 
 
@@ -155,38 +148,3 @@ def _curves(field: Field, c: Context) -> Iterator[Term]:
         text = f"the scores are {words.format(c=f'{x:.4g}')}"
         text += next((f" ({of})" for y, of in caps.items() if of and np.isclose(x, y, 5e-3)), "")
         yield Term(text, name, {"cap": partial(options.bent, curve, x)}, (x,))
-
-
-def _exponents(field: Field, c: Context) -> Iterator[Term]:
-    """An exp that is off by what hangs on the fraction of its exponent of 2, as polynomials are;
-    below the maximum of the tiles so far, from the first key on or from the last one."""
-    q = c.question
-    small = np.abs(field.own).max(initial=0.0) < COARSE and q.dtype.itemsize > 2
-    for tile in LOOPED if small and not q.sparse else ():
-        powers = _by_fraction(tile, c, c.S)
-        factors = field.shares([*powers])
-        of_zero = np.sum(factors[: DEGREE + 1] * (-1.0) ** np.arange(DEGREE + 1))
-        factors[[0, DEGREE + 1]] -= of_zero  # of exp(0), which is 1
-        off = np.abs(np.tensordot(factors, powers, 1)).max()
-        text = f"exp is off by up to {off:.1g} of itself, by what hangs on the fraction of its"
-        change = partial(_inexact, tile, factors)
-        yield Term(f"{text} exponent of 2", "unknown", capped(change))
-
-
-def _inexact(tile: int, factors: Array, c: Context, S: Array) -> Array:
-    return np.asarray(S + np.tensordot(factors, _by_fraction(tile, c, S), 1))
-
-
-def _by_fraction(tile: int, c: Context, S: Array) -> Array:
-    """(numbers, heads, n, m): polynomials of the fraction of the exponent of 2 of exp(S - maximum
-    so far), where that is below 1/2 and where it is not; 0 of pairs that must not be seen."""
-    places = places_of(c.question)
-    seen, j = (of_view(c, x) for x in (places.rights, np.maximum(places.j, 0)[None]))
-    order = np.s_[..., :: 1 if tile > 0 else -1]
-    so_far = np.maximum.accumulate(np.where(seen, S, -np.inf)[order], axis=-1)[order]
-    last = np.arange(S.shape[2]) - j % abs(tile) + (tile - 1 if tile > 0 else 0)
-    last = np.broadcast_to(last.clip(0, S.shape[2] - 1), S.shape)
-    x = np.where(seen, LOG2_E * (S - np.take_along_axis(so_far, last, axis=-1)), 0.0)
-    upper = x % 1 >= 0.5
-    powers = np.moveaxis(np.polynomial.chebyshev.chebvander(4 * (x % 0.5) - 1, DEGREE), -1, 0)
-    return np.concatenate([powers * (seen & ~upper), powers * (seen & upper)])

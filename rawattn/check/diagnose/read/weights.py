@@ -56,7 +56,7 @@ def _said_of(read: Weights, second: Callable[[], Weights], support: Support | No
         said.unread[:] = ["the weights are not those of these queries and keys, if of any"]
     else:
         _say_support(said, alive)
-    if not said.unread and not said.loose:
+    if not said.unread:
         say_passed(said) if read.passed else say_sums(said, second)
     say_values(said)
     return said
@@ -76,10 +76,6 @@ def _say_scores(said: Said, x: Field, second: Callable[[], Weights]) -> None:
         said.say_term(term)
     elif x.left(np.zeros_like(c.S)) * x.noise < COARSE:
         said.right.append("scores and softmax_scale, roughly")
-    elif not read.passed and (values := _times(read, x.noise)[2]).size:
-        said.loose = True
-        name = "sparse-duplicate-twice" if read.places.question.sparse else "wrong-keys"
-        said.say(f"keys count up to {values.max():.0f} times, by no plain rule", name)
     else:
         said.unread.append("the weights of keys that are rightly seen are wrong in another way")
 

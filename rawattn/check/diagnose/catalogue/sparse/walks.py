@@ -129,18 +129,17 @@ def bugs(question: Question, wrong: Collection[str]) -> Iterator[Bug]:
 def stale(question: Question) -> Iterator[Bug]:
     """k or v of a block from the stage of another step of a query's walk."""
     loops = [x for x in stages.LOOPS.items() if "from the first row" not in x[0]]
-    for (of, order), (words, which), cut in product(ORDERS.items(), loops, (False, True)):
-        taken = partial(_taken, order, which, cut)
+    for (of, order), (words, which) in product(ORDERS.items(), loops):
+        taken = partial(_taken, order, which)
         ways: dict[str, Step] = {"Y": partial(_scores_of, taken), "O": partial(_values_of, taken)}
         for operands, steps in READS.items():
             text = f"{operands} {words} of the blocks that a query walks, {of}"
-            text += ", 0 where it does not see that" * cut
             yield Bug("stale-tile", text, FORWARD, steps={x: ways[x] for x in steps})
 
 
-def _taken(order: Order, which: stages.Which, cut: bool, c: Context) -> Ints:
-    """The key that is taken for each, (heads, n, m): the same of another block; m for none. cut:
-    if it is seen."""
+def _taken(order: Order, which: stages.Which, c: Context) -> Ints:
+    """The key that is taken for each, (heads, n, m): the same of another block; m for none,
+    where that is not seen."""
     (place, count), (keys, size) = in_walk(order, c), (c.W.shape[2], c.question.block_size)
     blocks = np.full((*place.shape[:2], int(count.max(initial=0)) + 1), -1)
     h, i, j = np.nonzero(place >= 0)
@@ -151,7 +150,7 @@ def _taken(order: Order, which: stages.Which, cut: bool, c: Context) -> Ints:
     taken = np.full(place.shape, keys)
     other = blocks[h, i, steps[count[h, i, 0], place[h, i, j]]]
     key = np.minimum(other * size + j % size, keys)
-    there = np.pad(place >= 0, [(0, 0), (0, 0), (0, 1)])[h, i, key] | (not cut)
+    there = np.pad(place >= 0, [(0, 0), (0, 0), (0, 1)])[h, i, key]
     taken[h, i, j] = np.where(there, key, keys)
     return taken
 
