@@ -67,19 +67,24 @@ def candidates(question: Question, stage: str, wrong: Collection[str], b: int) -
 
 
 def _of_sequences(question: Question) -> Iterator[Bug]:
-    """Keys of another sequence, all of them, which gradients go to."""
+    """Keys of another sequence, all of them, which gradients go to, or as many."""
     for words, other in maps.OTHERS.items() if question.batch > 1 else ():
         of = np.minimum(other(maps.geometry(question, "k")), question.batch - 1)
         form = f"the keys are those of {words}"
-        yield Bug("offsets-shifted", form, FIRST, partial(_keys_of, of))
+        yield Bug("offsets-shifted", form, FIRST, partial(_keys_of, of, False))
+        if question.seqused_k is not None:
+            form = f"seqused_k: that of {words}"
+            yield Bug("input-layout", form, FIRST, partial(_keys_of, of, True))
 
 
-def _keys_of(of: Ints, question: Question, views: Views) -> Sequence[View]:
-    """The keys of the sequences ``of`` in the place of everyone's own."""
+def _keys_of(of: Ints, own: bool, question: Question, views: Views) -> Sequence[View]:
+    """The keys of the sequences ``of`` in the place of everyone's own; ``own``: as many."""
     found = []
     for view in views:
-        b = of[view.sequence]
+        b, ends = of[view.sequence], question.cu_seqlens_k[view.sequence : view.sequence + 2]
         start, length = question.cu_seqlens_k[b], question.lengths_k[b]
+        if own:
+            start, length = ends[0], min(length, int(ends[1] - ends[0]))
         weight = allowed(len(view.rows), length, question.mask_window)[None].astype(np.float64)
         found.append(replace(view, keys=np.arange(start, start + length), weight=weight))
     return found

@@ -118,7 +118,8 @@ class Support:
         told = []
         for part in self.told:
             rules: dict[bytes, Rule] = {}
-            for rule in (part.rule, *islice(part.others, RULES)) if part.rule else ():
+            few = sorted(islice(part.others, RULES), key=lambda rule: len(rule.spans))
+            for rule in (part.rule, *few) if part.rule else ():
                 heads = (places.of_head(head) for head in part.heads)
                 held = [rule.holds(of) & _domain(of, part.kind) for of in heads]
                 rules.setdefault(np.packbits(held).tobytes(), rule)

@@ -78,6 +78,7 @@ def _rows(question: Question) -> dict[str, Floats]:
     n = np.array([*question.lengths_q, 0])[b]
     found = {ALL: b >= 0, "the last sequence alone": b == b.max(initial=-1)}
     m = np.array([*question.lengths_k, 0])[b]
+    found["queries of sequences with keys"] = m > 0
     last = i + m - n if question.mask_window[1] == 0 else m - 1  # the last key that is seen
     for t in TILES:
         of_tiles = f"{ALL}, once for every tile of {t} keys"

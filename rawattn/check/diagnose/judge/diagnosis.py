@@ -38,8 +38,8 @@ Call = Callable[[Question], Answers]
 EFFORT = 6000.0  # units, after which nothing but the usual bugs is tried
 CUT = "the search was cut short: not all bugs were tried"
 SENTENCES = ("D is", "P is", "dS ", "dq is", "dk is", "dv is", "the slope ", "the heads ", "pairs ")
-# bugs of a tile's size, which two lengths may show by chance
-OF_LENGTHS = ("tail-tile-dropped", "tile-skipped")
+# in how many sequences chance may show a bug of lengths
+OF_LENGTHS = {"tail-tile-dropped": 2, "tile-skipped": 2, "offsets-shifted": 1}
 ORDER = {name: place for place, name in enumerate(CLASSES)}
 ORDER |= dict.fromkeys(GENERIC, len(ORDER))
 
@@ -225,7 +225,7 @@ def _found(
     clear = not cut and not others and not any(part.verdict.unexplained for part in parts)
     summed = name == "rows-not-written" and {*wrong} <= {*OF_KEYS}  # over queries, maybe none
     clear = clear and _in_numbers(wrong) and not summed and not form.endswith(INEXACT)
-    clear = clear and not (name in OF_LENGTHS and _sequences(question, wrong) <= 2)
+    clear = clear and not (name in OF_LENGTHS and _sequences(question, wrong) <= OF_LENGTHS[name])
     clear = clear and "the first tile alone" not in form  # few rows or keys may be in it
     finding = proofs.finding(
         *(side, name, f"{where}: {', '.join(wrong or works)}", "high" if clear else "medium"),

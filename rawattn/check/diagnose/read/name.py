@@ -41,9 +41,8 @@ LOOK_AT["backward"] = "where P and dS = P o (dP - D) are made, and what comes be
 READERS: dict[str, tuple[Callable[..., Any], Callable[..., Said]]] = {
     "forward": (read_forward, said_of),
     "backward": (read_backward, said_of_backward),
-    "jvp": (beyond.read_tangents, said_of),
-    "second": (beyond.read_first_pass, said_of),
 }
+BEYOND = {"jvp": beyond.read_tangents, "second": beyond.read_first_pass}  # no file tells these
 TELLING = {"forward": "out", "backward": "dv"}  # of who sees whom, on any problem
 FURTHER = 5  # lengths of that problem
 NEAR = {2: 2e-2, 4: 5e-3, 8: 1e-5}  # of a row, by the bytes of the inputs
@@ -142,11 +141,8 @@ def read(question: Question, ask: Callable[[str], Ask | None], known: Known = No
     facts: list[str] = []
     for stage in PASSES:
         branch = stage == "sliding"
-        asked = ask("forward" if branch else stage)
-        beyond_first = stage in ("jvp", "second")  # which saved arrays do not tell
-        if asked is None or (branch and question.sliding is None):
-            continue
-        if beyond_first and question.tv is None:
+        asked, lacks = ask("forward" if branch else stage), stage in BEYOND and question.tv is None
+        if asked is None or lacks or (branch and question.sliding is None):
             continue
         here = sliding.alone(question) if branch else question
         try:
@@ -169,7 +165,8 @@ def _read(question: Question, stage: str, ask: Ask, known: Known) -> Said:
         calls += 1
         return ask(asked)
 
-    here, (reader, say) = problem(question, 0), READERS.get(stage, READERS["forward"])
+    here = problem(question, 0)
+    reader, say = READERS.get(stage, (BEYOND.get(stage, read_forward), said_of))
     found, again = reader(counted, here), cache(partial(_elsewhere, reader, counted, here))
 
     def told(support: Support | None) -> Said:
