@@ -1,8 +1,7 @@
-"""The catalogue of bugs in second derivatives and tangents, and of the terms of all derivatives.
-
-A bug is mostly a product that reads another value for one of its operands: ``at`` plants these at
-``SITES``. ``terms`` are what results are sums of, each as often as one likes. Long by the tables.
-"""
+"""The catalogue of bugs in second derivatives and tangents, and of the terms of all derivatives. A
+bug is mostly a product that reads another value for one of its operands: ``at`` plants these at
+``SITES``. ``terms`` are what results are sums of, each as often as one likes. Long by the
+tables."""
 
 from collections.abc import Callable, Iterator, Sequence
 from functools import lru_cache, partial

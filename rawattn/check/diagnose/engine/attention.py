@@ -1,9 +1,7 @@
-"""Attention and its derivatives with a bug planted in it, one equation a step.
-
-A problem falls into views: the queries of one key/value head of one sequence, the keys that they
-look at, and how often. A bug changes views, replaces steps, or rearranges what a stage has stored;
-with none the results are those of ``rawattn.reference``. Long, since all stages share the views.
-"""
+"""Attention and its derivatives with a bug planted in it, one equation a step. A problem falls into
+views: the queries of one key/value head of one sequence, the keys that they look at, and how often.
+A bug changes views, replaces steps, or rearranges what a stage has stored; with none the results
+are those of ``rawattn.reference``. Long, since all stages share the views."""
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace

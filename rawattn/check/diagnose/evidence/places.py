@@ -23,6 +23,7 @@ EDGES: dict[str, Callable[[Array, int, Array], Array]] = {  # of the tile of u t
     "first": lambda row, u, count: row // u * u,
     "last": lambda row, u, count: np.minimum(row // u * u + u, count) - 1,
 }
+BY_TILES = re.compile(r"j // \d+ - . // \d+")
 BASIC = 8  # features, the first ones, that are tried beside those of heads
 PLACE = re.compile(r"\b[ip]\b")
 
@@ -40,14 +41,12 @@ def of_tiles(at: str, x: Array, size: str, n: Array, t: int) -> dict[str, Callab
 
 class Places:
     """Pairs (total_q, total_k) of every query with every key of the pack, those of other sequences
-    too; i and j count in the query's own sequence, so that j may lie before or behind it.
-
-    Of a query, (total_q, 1): its row of q, its sequence b, i, the sequence's queries n and keys in
-    use m, and the key p that it stands at. own: keys of its sequence. aligned: every sequence has
-    as many keys as queries, so that p is i. selection: of block-sparse attention the head of the
-    lists that say what is seen. head: a query head that has features too, by which all heads may
-    be told at once.
-    """
+    too; i and j count in the query's own sequence, so that j may lie before or behind it. Of a
+    query, (total_q, 1): its row of q, its sequence b, i, the sequence's queries n and keys in use
+    m, and the key p that it stands at. own: keys of its sequence. aligned: every sequence has as
+    many keys as queries, so that p is i. selection: of block-sparse attention the head of the lists
+    that say what is seen. head: a query head that has features too, by which all heads may be told
+    at once."""
 
     def __init__(self, question: Question, selection: int = 0, head: int | None = None) -> None:
         q, self.question, self.selection, self.head = question, question, selection, head
@@ -234,7 +233,8 @@ class Places:
     @property
     def by_head(self) -> list[str]:
         """Features by which all heads may be told at once: those of heads, and plain ones."""
-        return [*self._of_heads(0), *islice(self.features, BASIC)]
+        of_tiles = [name for name in self.features if BY_TILES.fullmatch(name)]
+        return [*self._of_heads(0), *islice(self.features, BASIC), *of_tiles]
 
     def _of_parts(self, parts: int) -> dict[str, Callable[[], Array]]:
         """Of a sequence's keys in so many equal parts, the last one shorter, or what is left."""

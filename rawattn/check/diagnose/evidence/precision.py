@@ -1,8 +1,6 @@
 """What rounding is: the precisions of right results, and how well a prediction fits in their noise.
-
 How well it fits is measured row by row (a token of a head), in units of the noise that rounding
-makes there, which is found by rounding the prediction's own operations.
-"""
+makes there, which is found by rounding the prediction's own operations."""
 
 import math
 from collections.abc import Callable

@@ -1,8 +1,6 @@
 """The intermediates of one sequence: the right ones, and the step at which others part from them.
-
-Of a forward pass S and P, of a backward pass dP and dS, of the second order the tangents E of S,
-tP of P and tdS of dS; each (num_heads_q, seqlen_q, seqlen_k).
-"""
+Of a forward pass S and P, of a backward pass dP and dS, of the second order the tangents E of S, tP
+of P and tdS of dS; each (num_heads_q, seqlen_q, seqlen_k)."""
 
 from typing import NamedTuple
 

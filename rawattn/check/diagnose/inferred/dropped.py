@@ -1,8 +1,6 @@
-"""Which pairs of queries and keys add nothing to gradients, told by the rows that are wrong.
-
-Where the pairs are left out for which an integer feature is beyond a bound, just those rows are
-wrong that have such a pair; the bounds with which they are the right ones are planted.
-"""
+"""Which pairs of queries and keys add nothing to gradients, told by the rows that are wrong. Where
+the pairs are left out for which an integer feature is beyond a bound, just those rows are wrong
+that have such a pair; the bounds with which they are the right ones are planted."""
 
 import re
 from collections.abc import Iterator

@@ -1,8 +1,6 @@
 """Which sums of parts of the keys were put together wrongly? Tried on one view, planted if it fits.
-
 Tiles that come one after the other must be rescaled by exp(old max - new max) of their own row; the
-results of splits must be weighted by exp(lse of the split - lse).
-"""
+results of splits must be weighted by exp(lse of the split - lse)."""
 
 from collections.abc import Iterable, Iterator
 from functools import partial

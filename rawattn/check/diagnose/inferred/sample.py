@@ -46,11 +46,8 @@ def is_wrong(question: Question, given: Passed) -> bool:
 
 class Sample:
     """The sequence whose answers are the most wrong, of those that are not too long; of it the
-    query heads of one key/value head, unless heads differ.
-
-    found, truth: the answers by rows, and what is right. wrong: answers that are, all of them, and
-    what rounding may leave of each.
-    """
+    query heads of one key/value head, unless heads differ. found, truth: the answers by rows, and
+    what is right. wrong: answers that are, all of them, and what rounding may leave of each."""
 
     def __init__(
         self, question: Question, answers: Answers, stage: str, given: Given = None

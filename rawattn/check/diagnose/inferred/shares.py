@@ -1,8 +1,5 @@
 """Gradients that are sums of other parts than they must be: how often each part is in them is read
-off one view, and planted in all.
-
-Parts are the terms of dS, and the query heads of a group.
-"""
+off one view, and planted in all. Parts are the terms of dS, and the query heads of a group."""
 
 import math
 from collections.abc import Iterator

@@ -1,8 +1,6 @@
-"""Which terms of derivatives count otherwise than once: read by least squares.
-
-The results of these stages are linear in how often each of their terms counts, so that one solution
-of each tells how often it is there, whatever number that is.
-"""
+"""Which terms of derivatives count otherwise than once: read by least squares. The results of these
+stages are linear in how often each of their terms counts, so that one solution of each tells how
+often it is there, whatever number that is."""
 
 from collections.abc import Iterator, Sequence
 from dataclasses import replace

@@ -1,9 +1,7 @@
-"""``diagnose``: which side is wrong, and which bug it is, with the evidence.
-
-Each side is judged on its own: by the bugs of the catalogue (``match``), by whose rounding it is
-(``rounding``), by other runs (``runs``), and by proofs from structure for bugs that nobody can
-plant (``proofs``). What stages have in common is one finding. Long by the evidence in words.
-"""
+"""``diagnose``: which side is wrong, and which bug it is, with the evidence. Each side is judged on
+its own: by the bugs of the catalogue (``match``), by whose rounding it is (``rounding``), by other
+runs (``runs``), and by proofs from structure for bugs that nobody can plant (``proofs``). What
+stages have in common is one finding. Long by the evidence in words."""
 
 import math
 from collections.abc import Callable, Mapping, Sequence

@@ -1,9 +1,7 @@
-"""From a case that fails to a diagnosis: the candidate is asked again, on small problems.
-
-Those have the mask, the heads and the dtype of the case, but lengths that tell bugs apart, and no
-traps. What only the case itself shows, with its NaN and its strides, is looked for there.
-Long by the two ways between cases and questions: a change of one must be made in the other.
-"""
+"""From a case that fails to a diagnosis: the candidate is asked again, on small problems. Those
+have the mask, the heads and the dtype of the case, but lengths that tell bugs apart, and no traps.
+What only the case itself shows, with its NaN and its strides, is looked for there. Long by the two
+ways between cases and questions: a change of one must be made in the other."""
 
 import math
 from collections import Counter

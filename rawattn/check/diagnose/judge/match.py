@@ -1,10 +1,8 @@
-"""Which bug, planted in the float64 computation, gives somebody's numbers down to rounding?
-
-Every stage (forward, backward, second, jvp) is judged on its own, at one precision after the
-other, the finest first: the right computation, then every bug of the catalogue, on all tensors of
-the stage or on some of them. What fits at a finer precision wins: a small bug is not taken for
-coarse rounding. Long, since one bug, and some for some tensors, are chosen from the same fits.
-"""
+"""Which bug, planted in the float64 computation, gives somebody's numbers down to rounding? Every
+stage (forward, backward, second, jvp) is judged on its own, at one precision after the other, the
+finest first: the right computation, then every bug of the catalogue, on all tensors of the stage or
+on some of them. What fits at a finer precision wins: a small bug is not taken for coarse rounding.
+Long, since one bug, and some for some tensors, are chosen from the same fits."""
 
 import contextlib
 import itertools

@@ -1,8 +1,6 @@
 """Bugs that are named without a prediction of the numbers: by an identity, or by where they are.
-
 Copies, NaN, arrays that were exchanged, other results for an equal question: no planted computation
-gives these numbers, but their structure says enough. Long, one proof after the other.
-"""
+gives these numbers, but their structure says enough. Long, one proof after the other."""
 
 from collections.abc import Collection, Sequence
 from operator import itemgetter

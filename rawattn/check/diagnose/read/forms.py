@@ -42,9 +42,8 @@ OVER: dict[str, Callable[[Array, Array], Array]] = {  # of tiles, from the pair'
 @dataclass(eq=False)
 class Change:
     """What is wrong with dS, in words, and its class. dY: what stands in the place of c.dY, None
-    where no step tells. masked: it is right, unlike P. times: by head, a factor. whole: this is
-    all of dS, so that pairs where it happens to be 0 are not missed.
-    """
+    where no step tells. masked: it is right, unlike P. times: by head, a factor. whole: this is all
+    of dS, so that pairs where it happens to be 0 are not missed."""
 
     text: list[str] = field(default_factory=list)
     name: str = ""

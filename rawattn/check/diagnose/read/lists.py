@@ -29,10 +29,8 @@ NOISE = 8  # times what log-weights may be off by
 def bugs_of(
     read: Weights, again: Callable[[], Weights], noise: float, least: float
 ) -> Iterator[Bug]:
-    """Those that give all weights on both problems; none where they are right.
-
-    noise: of log-weights; least: the smallest weight that is seen.
-    """
+    """Those that give all weights on both problems; none where they are right. noise: of
+    log-weights; least: the smallest weight that is seen."""
     views = views_of(read.places.question)
     wrong = [view for view in views if not _fits(NO_BUG, read, [view], noise, least)]
     if not wrong:
@@ -51,10 +49,8 @@ def scores_of(
     bug: Bug, places: Places, S: Array, views: Sequence[View] | None = None
 ) -> tuple[Array, Array]:
     """The scores (num_heads_q, total_q, total_k) with a bug, of what counts several times together
-    and -inf of what nobody sees, and the factors in them, for the right scores ``S``.
-
-    Raises ValueError where it sees what is no key.
-    """
+    and -inf of what nobody sees, and the factors in them, for the right scores ``S``. Raises
+    ValueError where it sees what is no key."""
     q = places.question
     views = tuple(views_of(q) if views is None else views)
     Y, found, gates = S / places.gates, np.full(S.shape, -np.inf), np.ones(S.shape)

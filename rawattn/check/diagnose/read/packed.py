@@ -1,8 +1,7 @@
 """The reader's questions as one packed problem, for a function that cannot be called from here.
-
 Whoever answers such a problem, in any language, has answered every question of ``read``: its
-sequences are some of any kind, and behind them those of one question after another, each as many.
-"""
+sequences are some of any kind, and behind them those of one question after another, each as
+many."""
 
 from collections.abc import Callable
 from dataclasses import fields, replace

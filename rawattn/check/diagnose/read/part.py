@@ -24,8 +24,7 @@ CLEAR = 0.2  # of the typical dP - D, at least, where dS tells anything
 class Part:
     """dS of ``slopes``, as the gradient ``name`` has it, beside what it must be with what is
     ``said`` of P, or the right one; all (num_heads_q, total_q, total_k). there: where it tells
-    something. gone, wrongly: where it is 0 by mistake, or is not.
-    """
+    something. gone, wrongly: where it is 0 by mistake, or is not."""
 
     def __init__(self, said: Said | None, places: Places, name: str, slopes: Slopes) -> None:
         self.places, self.slopes, self.noise = places, slopes, 3 * noise_of(places)

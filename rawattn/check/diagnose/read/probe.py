@@ -1,10 +1,7 @@
-"""Questions to which a function's results are its intermediates, entry by entry.
-
-With unit vectors for v, out is P; with unit vectors for k, dq is dS; with unit vectors for q and
-dout, dk and dv are the transposes of dS and P. All sequences and heads are asked at once.
-
-Long, since the two passes share how a function is asked.
-"""
+"""Questions to which a function's results are its intermediates, entry by entry. With unit vectors
+for v, out is P; with unit vectors for k, dq is dS; with unit vectors for q and dout, dk and dv are
+the transposes of dS and P. All sequences and heads are asked at once. Long, since the two passes
+share how a function is asked."""
 
 import itertools
 from collections.abc import Callable, Iterator
@@ -35,8 +32,7 @@ class Refused(Exception):
 class Weights:
     """P (num_heads_q, total_q, total_k) as out has it, and lse (num_heads_q, total_q), None if it
     is not given or depends on v. value_head, like lse: the head of v that a row took, 0.5 and the
-    like where that is none; None of a backward pass.
-    """
+    like where that is none; None of a backward pass."""
 
     right: Right
     P: Array

@@ -26,11 +26,9 @@ NOISE = {"float64": 1e-5, "float32": 1e-3, "float16": 2e-3, "bfloat16": 1e-2}  #
 @dataclass(eq=False)
 class Said:
     """What was read of a ``stage``, by so many calls. right, wrong: sentences, the latter what the
-    bug is; unread: what no sentence describes.
-
-    names: classes of bugs; steps: as of engine.Bug. term: what the sentences are about. loose: it
-    was read on other lengths than are judged. listed: a bug of the catalogue that is all of it.
-    """
+    bug is; unread: what no sentence describes. names: classes of bugs; steps: as of engine.Bug.
+    term: what the sentences are about. loose: it was read on other lengths than are judged. listed:
+    a bug of the catalogue that is all of it."""
 
     weights: Weights
     support: Support
