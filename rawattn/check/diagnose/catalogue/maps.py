@@ -188,9 +188,9 @@ HEADS: dict[str, Callable[[Ints, int, int], Ints]] = {  # head h of so many, a g
     "the next head": lambda h, count, group: (h + 1) % count,
     "the head before": lambda h, count, group: (h - 1) % count,
     "the first head": lambda h, count, group: 0 * h,
+    "the first head of the group": lambda h, count, group: h - h % group,
     "head h // group": lambda h, count, group: h // group,
     "head h % num_heads_kv": lambda h, count, group: h % (count // group),
-    "the first head of the group": lambda h, count, group: h - h % group,
     "head h % group": lambda h, count, group: h % group,
     "head h % group * num_heads_kv + h // group": lambda h, count, group: (
         h % group * (count // group) + h // group

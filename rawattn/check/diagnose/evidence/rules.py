@@ -36,11 +36,6 @@ class Span(NamedTuple):
     low: int | None
     high: int | None
 
-    @property
-    def near_0(self) -> bool:
-        """As few of which hold by chance."""
-        return {*self[1:]} <= {None, -1, 0, 1}
-
     def among(self, x: Array) -> Array:
         """Which of these values of the feature."""
         found = np.ones(x.shape, dtype=bool) if self.low is None else x >= self.low
@@ -146,7 +141,9 @@ def _spans(shown: Sequence[Shown], inside: Array, names: Iterable[str]) -> list[
         x = np.concatenate([x[of.domain] for x, of in zip(every, shown, strict=True)])
         found += [_Left(False, one, ~one.among(x[inside])) for one in _pure(x, inside, name)]
         found += [_Left(True, one, one.among(x[~inside])) for one in _bounds(x, inside, name)]
-    return [one for one in found if "longest seqlen_q" not in one.span.feature or one.span.near_0]
+    few = {None, -1, 0, 1}  # bounds that hold by chance less often than others
+    longest = "longest seqlen_q"
+    return [one for one in found if longest not in one.span.feature or {*one.span[1:]} <= few]
 
 
 def _rules(spans: Sequence[_Left], count: int) -> Iterator[Rule]:

@@ -35,7 +35,7 @@ from rawattn.check.diff import FLOATING
 Call = Callable[[Question], Answers]
 EFFORT = 6000.0  # units, after which nothing but the usual bugs is tried
 CUT = "the search was cut short: not all bugs were tried"
-SENTENCES = ("D is", "P is", "dS ", "dq is", "dk is", "dv is", "the slope ", "the heads ", "pairs ")
+SENTENCES = ("P is", "dS ", "dq is", "dk is", "dv is", "lse is", "the slope ", "the heads ")
 # in how many sequences chance may show a bug of lengths
 OF_LENGTHS = {"tail-tile-dropped": 2, "tile-skipped": 2, "offsets-shifted": 1}
 ORDER = {name: place for place, name in enumerate(CLASSES)}

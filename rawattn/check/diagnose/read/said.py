@@ -147,7 +147,7 @@ def of_scale(factors: Array, places: Places) -> str:
     known = {"softmax_scale is missing": 1 / q.scale, "softmax_scale is there twice": q.scale}
     known |= {"the default softmax_scale is used": size**-0.5 / q.scale}
     known |= {"that of head_dim_v is used": q.v.shape[2] ** -0.5 / q.scale}
-    padded = [n for n in (16, 32, 64, 128, 256) if n > size][:1]
+    padded = sorted({-(-size // n) * n for n in (16, 32, 64, 128)} - {size})
     known |= {f"that of head_dim {n} is used": n**-0.5 / q.scale for n in padded}
     known |= {"by 1 / sqrt(d), the default softmax_scale, on top of a given one": size**-0.5}
     known |= {"log2(e)": 1 / np.log(2), "ln 2": np.log(2), "2": 2.0, "1/2": 0.5}

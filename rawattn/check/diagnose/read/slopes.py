@@ -22,6 +22,7 @@ from rawattn.reference.dense import dead_to_inf
 
 Array = np.ndarray
 VERBS = {LESS: "misses pairs", MORE: "has pairs that must not be"}
+POWERS = {"": 0, "t": 1, "t^2": 2, "t^4": 4}  # of t = tanh, the capped score over the cap
 TRIED = 3  # listed bugs of P that look alike
 IN_ANOTHER_WAY = "is wrong in another way"
 
@@ -176,11 +177,6 @@ def _with_pairs(pairs: Support, dY: Callable[[Context], Array] | None, c: Contex
     return np.where(seen, np.where(right, found, _unmasked(c)), 0.0)
 
 
-POWERS: dict[str, Callable[[Array], Array]] = {  # of t = tanh, the capped score over the cap
-    **{"": lambda t: t**0, "t": lambda t: t, "t^2": lambda t: t**2, "t^4": lambda t: t**4},
-}
-
-
 def _of_slopes(part: Part) -> Change | None:
     """Another derivative of the softcap than 1 - t^2."""
     if (cap := part.places.question.softcap) is None:
@@ -188,7 +184,7 @@ def _of_slopes(part: Part) -> Change | None:
     slopes, there = part.slopes, part.known
     due = (part.f * slopes.slope)[there]
     unit = part.noise * np.maximum(np.abs(due), 1e-2)
-    basis = {name: of(slopes.S[there] / cap) / unit for name, of in POWERS.items()}
+    basis = {name: (slopes.S[there] / cap) ** n / unit for name, n in POWERS.items()}
     if (factors := next(sums_of(basis, due / unit, 3), None)) is None:
         return None
     text = f"has the slope {sum_in_words(factors)} of the softcap, not 1 - t^2, with t its tanh"
@@ -197,7 +193,7 @@ def _of_slopes(part: Part) -> Change | None:
 
 def _with_slope(factors: dict[str, float], c: Context) -> Array:
     t = c.cap[0] / c.question.softcap
-    return np.asarray(c.G * sum(x * POWERS[name](t) for name, x in factors.items()) * c.dS)
+    return np.asarray(c.G * sum(x * t ** POWERS[name] for name, x in factors.items()) * c.dS)
 
 
 def _form_of(part: Part) -> Change:

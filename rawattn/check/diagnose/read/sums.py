@@ -7,7 +7,8 @@ from functools import partial
 import numpy as np
 
 from rawattn.check.diagnose.catalogue import maps, options
-from rawattn.check.diagnose.engine.attention import STEPS, TILES, Context, Step
+from rawattn.check.diagnose.engine.attention import TILES
+from rawattn.check.diagnose.engine.steps import LOG2_E, STEPS, Context, Step
 from rawattn.check.diagnose.evidence.places import Places, Right, log_sum, places_of
 from rawattn.check.diagnose.evidence.rules import Rule, Span
 from rawattn.check.diagnose.read.contexts import of_view
@@ -27,7 +28,11 @@ PARTS: dict[str, Callable[[Array, Array], Array]] = {  # of L or sinks, and the 
     "row_sum": lambda L, top: np.exp(L - top),
     "": lambda L, top: top**0,
 }
-
+SUMMED = {  # of the right lse and row_max, if that is all
+    ("lse-without-max", ""): (1, -1),
+    ("lse-base-2", ": the logarithm of the row sum is in base 2"): (LOG2_E, 1 - LOG2_E),
+    ("lse-base-2", ": the row maximum is in base 2"): (1, LOG2_E - 1),
+}
 KEYS: dict[str, Callable[[Places], Array]] = {  # that row sums may be over
     "the keys that must be seen": lambda places: places.rights,
     "all keys of the sequence": lambda places: places.own[None],
@@ -131,8 +136,10 @@ def _say_lse(said: Said, x: _Rows, with_sinks: Array) -> None:
     elif [*factors] == ["the right lse"] and abs(factors["the right lse"] * np.log(2) - 1) < 1e-2:
         said.say("lse is in base 2", "lse-base-2")
     else:
-        without = factors == {"the right lse": 1, "row_max": -1}
-        said.say(f"lse is {sum_in_words(factors)}", "lse-without-max" if without else "unknown")
+        by = [factors.get(name, 0.0) for name in PARTS]
+        told = (x for x, due in SUMMED.items() if np.allclose(by, (due[0], 0, due[1], 0, 0), 1e-2))
+        name, text = next(told, ("unknown", ""))
+        said.say(f"lse is {sum_in_words(factors)}{text}", name)
     if factors is not None:
         said.steps["L"] = partial(_L, factors)
 

@@ -136,14 +136,13 @@ def _curves(field: Field, c: Context) -> Iterator[Term]:
             with np.errstate(invalid="ignore", over="ignore"):
                 return field.left(c.G * curve(c.Y, x)[0] - c.S)
 
-        caps = dict[float, str]()
-        if cap and "{c}" in words:
-            caps = {cap: "", cap / LOG2_E: "ln 2 times the softcap"}
-            caps |= {cap * c.s: "the softcap, before softmax_scale"} if c.s != 1 else {}
+        known = {c.s: "the softcap, before softmax_scale", 1 / LOG2_E: "ln 2 times the softcap"}
+        of_cap = cap is not None and "{c}" in words
+        caps = {cap * x: of for x, of in {**known, 1.0: ""}.items()} if of_cap else {}
         x = min((*NUMBERS, *caps), key=left_by) if "{c}" in words else 1.0
         for fine in range(15) if "{c}" in words and left_by(x) < far else ():
             x = float(min(x * 2 ** (np.linspace(-1, 1, 9) / 4**fine), key=left_by))
-        x = round(x, 2) if x > 0.1 and left_by(round(x, 2)) <= 1 else x
+        x = min((round(x, 2) or x, *caps, x), key=left_by)
         name = "softcap-dropped" if words == "not capped" else "softcap"
         text = f"the scores are {words.format(c=f'{x:.4g}')}"
         text += next((f" ({of})" for y, of in caps.items() if of and np.isclose(x, y, 5e-3)), "")
