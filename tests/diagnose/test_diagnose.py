@@ -15,7 +15,6 @@ from rawattn.check.diagnose.judge.diagnosis import diagnose
 from rawattn.check.diagnose.judge.failures import answers_of, question_of, small
 from rawattn.check.diagnose.judge.proofs import reference_of
 from rawattn.check.diagnose.judge.whole import SCORES, costs_of, cut
-from rawattn.check.diagnose.read.forms import sum_of_own
 from rawattn.check.machine import use_simulator
 from rawattn.check.peer import torch_attention
 from rawattn.check.run import own
@@ -95,17 +94,12 @@ def _gradients(question: Any, **steps: Any) -> dict[str, Any]:
         ("dS for P in P^T dO", {"dV": lambda c: STEPS["dV"](changed(c, P=c.dY))}),
         ("count 1 (head 0), 0.25 (head 1)", {"sum_heads": lambda c: lambda x: x[0] + x[1] / 4}),
         ("the slope is 1 - tanh", {"dY": lambda c: c.dS * (1 - np.tanh(c.Y / 2))}),
-        ("lse: the next head", {"bP": lambda c: _of_next(c), "D": sum_of_own}),
     ],
 )
 def test_gradients_of_other_parts_are_read(said: str, steps: dict[str, Any]) -> None:
     question = packed(dtype=FLOAT64, dlse=True, softcap=2.0)
     (found,) = diagnose(question, _gradients(question, **steps)).findings
     assert said in found.title
-
-
-def _of_next(c: Any) -> Any:
-    return np.exp(c.S - np.roll(c.given[1], -1, 0)[np.ix_(c.view.heads, c.view.rows)][..., None])
 
 
 def _overlapping(x: Any) -> Any:

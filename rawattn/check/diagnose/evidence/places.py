@@ -300,8 +300,7 @@ def places_of(question: Question, selection: int = 0, head: int | None = None) -
 @dataclass(frozen=True, eq=False)
 class Right:
     """What a right computation has of ``places``: scores S of all pairs, (num_heads_q, total_q,
-    total_k), lse (num_heads_q, total_q), out like ``Question.out``.
-    """
+    total_k), lse (num_heads_q, total_q), out like ``Question.out``."""
 
     places: Places
 

@@ -8,7 +8,6 @@ import numpy as np
 
 from rawattn.check.diagnose.engine.attention import See, View, views_of
 from rawattn.check.diagnose.engine.question import Question
-from rawattn.check.diagnose.evidence import structure
 from rawattn.check.diagnose.evidence.places import Places, places_of
 from rawattn.check.diagnose.evidence.rules import Rule, Shown, rules_of
 
@@ -110,7 +109,7 @@ class Support:
 
     def _listed(self, part: Part) -> Part:
         """A part with what it was where it was read, if no rule tells it."""
-        listed = "" if part.rule else _listing(self.places, self.inside(part.kind)[part.heads[0]])
+        listed = "" if part.rule else f"{self.inside(part.kind)[part.heads[0]].sum()} pairs"
         return replace(part, listed=listed)
 
     def others(self, places: Places) -> Iterator["Support"]:
@@ -181,28 +180,6 @@ def pairs_of(question: Question, see: See) -> Array:
 
 def _part(kind: str, heads: Iterable[int], rules: Iterator[Rule]) -> Part:
     return Part(kind, tuple(heads), next(rules, None), rules)
-
-
-def _listing(places: Places, inside: Array) -> str:
-    """Pairs (total_q, total_k) of the longest sequence that has some, by ranges: queries in a row
-    that have the same keys, or keys at the same distances."""
-    of_rows = np.where(inside.any(axis=1), places.b[:, 0], -1)
-    b = int(np.bincount(of_rows + 1)[1:].argmax()) if (of_rows >= 0).any() else -1
-    told: list[tuple[int, int, str]] = []  # of queries the first and the last, and their keys
-    for row in np.flatnonzero((of_rows == b) & (b >= 0)):
-        j, i = places.j[row][inside[row]], int(places.question.place_of("q")[row])
-        forms = structure.named("", j), "i + " + structure.named("", j - i)
-        same = told and told[-1][1] == i - 1 and {*told[-1][2].split("|")} & {*forms}
-        if same:
-            kept = "|".join(form for form in told[-1][2].split("|") if form in forms)
-            told[-1] = (told[-1][0], i, kept)
-        else:
-            told.append((i, i, "|".join(forms)))
-    words = [f"{a} to {z}" if z > a else str(a) for a, z, _ in told]
-    keys = [form.partition("|")[0] for *_, form in told]
-    pieces = [f"i = {rows}: j = {of}" for rows, of in zip(words, keys, strict=True)]
-    more = f"; ... ({inside.sum()} pairs in all)" * (len(pieces) > LISTED)
-    return f"in sequence {b}: {'; '.join(pieces[:LISTED])}{more}"
 
 
 def _rules(

@@ -33,7 +33,7 @@ def bugs(question: Question, answers: Answers, stage: str) -> Iterator[Bug]:
             return
         yield from _constants(sample)
         yield from accumulators.bugs(sample)
-        yield from shares.bugs(sample)
+        yield from chain(shares.bugs(sample), shares.without_D(sample))
         yield from _rearranged(sample)
         right, first = sample.found.keys() - wrong, sample.sequence
         listed = chain(

@@ -9,12 +9,15 @@ import numpy as np
 
 from rawattn.check.diagnose.catalogue.second_order import with_values
 from rawattn.check.diagnose.engine.attention import BACKWARD, Bug, Context, Floats, contexts
+from rawattn.check.diagnose.engine.question import by_rows
 from rawattn.check.diagnose.engine.steps import STEPS
+from rawattn.check.diagnose.evidence.structure import where
 from rawattn.check.diagnose.inferred.sample import Sample
 from rawattn.check.diagnose.read.fields import by_head, sums_of
 from rawattn.check.diagnose.read.forms import MOST, of_terms, of_terms_in_words, terms
 
 GRADIENTS = {"dq": "dQ", "dk": "dK", "dv": "dV"}
+OFF = 2.0**-7  # of its size: what a row of dq is wrong by
 
 
 def bugs(sample: Sample) -> Iterator[Bug]:
@@ -62,3 +65,19 @@ def _of_heads(c: Context, step: str, due: Floats, unit: float) -> Iterator[Bug]:
         text = f"the heads of a group count {by_head(by)} times each"
         of = {step: lambda c: by[:, None, None] * STEPS[step](c)}
         yield Bug("gqa-group-not-summed", text, BACKWARD, steps=of)
+
+
+def without_D(sample: Sample) -> Iterator[Bug]:
+    """D of 0 in the rows of dq that are wrong: as a grid that is too small leaves it."""
+    if "dq" not in sample.wrong:
+        return
+    found, due = sample.found["dq"], by_rows("dq", sample.truth["dq"])
+    size = np.abs(due).max(axis=2, keepdims=True) + np.abs(due).mean()
+    bad = (np.abs(found - due) > OFF * size).any(axis=2)
+
+    def D(c: Context) -> Floats:
+        return np.where(bad[np.ix_(c.view.rows, c.view.heads)].T, 0.0, STEPS["D"](c))
+
+    places = "; ".join([*where(sample.question, "dq", bad)][1:])
+    text = f"D is 0, not dout . out - dlse, in some rows: {places}"
+    yield Bug("delta-of-another-out", text, BACKWARD, steps={"D": D})

@@ -33,7 +33,6 @@ from rawattn.check.diagnose.evidence.precision import (
 from rawattn.check.diagnose.evidence.structure import where
 from rawattn.check.diagnose.inferred import inputs, online, terms, unwritten
 from rawattn.check.diagnose.inferred.sample import is_wrong
-from rawattn.check.diagnose.read.forms import sum_of_own
 
 NEAREST = 12  # predictions whose noise is computed, for each tensor
 OF_A_DISTANCE, OF_A_FIT = 0.1, 0.6
@@ -262,17 +261,7 @@ class Stage:
         found = [*self.usual, *self.of_terms, *self.planted(bugs)]
         found += self.with_other_inputs(bugs)
         others = self.with_other_inputs(self.listed)
-        found += itertools.takewhile(lambda _: not over(self.until), others)
-        return [*found, *self._with_own_delta(found)]
-
-    def _with_own_delta(self, found: Sequence[Prediction]) -> Iterator[Prediction]:
-        """Of bugs of P that come near dv those whose D is the sum of P dP, of this P."""
-        for one in found if self.stage == "backward" and "dv" in self.tensors else ():
-            bug = one.bug
-            of_P = bug.see is not None or {"Y", "cap", "S", "bP"} & bug.steps.keys()
-            if of_P and "delta" not in bug.variant and self.relative(one, "dv") < FAR:
-                own = replace(bug, steps={**bug.steps, "D": sum_of_own})
-                yield from self._planted(own, one.given)
+        return [*found, *itertools.takewhile(lambda _: not over(self.until), others)]
 
     @property
     def of_some_rows(self) -> list[Prediction]:

@@ -12,6 +12,8 @@ from rawattn.check.diagnose.engine.parts import BY_TOKENS, part
 from rawattn.check.diagnose.engine.question import Answers, Question, by_rows, side_of
 from rawattn.check.diagnose.evidence import structure
 from rawattn.check.diagnose.findings import Finding
+from rawattn.check.diagnose.inferred import shares
+from rawattn.check.diagnose.inferred.sample import Sample
 from rawattn.check.diagnose.judge.match import Stage
 from rawattn.check.diagnose.judge.proofs import finding
 
@@ -85,4 +87,9 @@ def of_all(
     title = f"rows of {', '.join(wrong)} are {held}, from row {first[name]} of {name} on"
     look_at = "offsets in memory (their width), grids, and workspaces: short packs are right"
     given = (side, bug, ", ".join(wrong), "medium", said)
+    for guess in (
+        of["dq"].planted(shares.without_D(Sample(*of["dq"].asked))) if "dq" in wrong else ()
+    ):
+        if all(of[n] is of["dq"] and of[n].relative(guess, n) < OFF for n in wrong):
+            return [finding(side, guess.bug.name, *given[2:], title=guess.bug.variant)]
     return [finding(*given, title=title, look_at=look_at)]
