@@ -115,12 +115,15 @@ def narrowed(verdict: StageVerdict, tensors: Sequence[str]) -> tuple[str, str, f
     sentence of that, and which share it leaves; nothing where there is none."""
     question, stage = verdict.work.question, verdict.stage
     best = (0, 0, NARROWS, "", "")  # how many tensors, how many not, what is left of their errors
+    coarse = {*tensors} - {*good(verdict.work.right_at(verdict.work.finest))}
     ways = [verdict.work.finest.rounding] * (question.dtype.itemsize == 2) + [NONE]
     for how in ways:
         for form, of in _followed(verdict, tensors, how, _roundings(stage)):
             left = {n: 1 + by**2 - 2 * like * by for n, (like, by) in of.items() if by > 1 / 4}
             # what one tensor shows to the last digit, others need not, but of many alike
             of_product = ALONE in form
+            if of_product and coarse - left.keys():
+                continue
             some = min(left.values(), default=1.0) < EXACT**2 and not of_product
             share = (min if some else max)(left.values(), default=1.0)
             share = math.sqrt(max(0.0, share))

@@ -87,9 +87,8 @@ def of_all(
     title = f"rows of {', '.join(wrong)} are {held}, from row {first[name]} of {name} on"
     look_at = "offsets in memory (their width), grids, and workspaces: short packs are right"
     given = (side, bug, ", ".join(wrong), "medium", said)
-    for guess in (
-        of["dq"].planted(shares.without_D(Sample(*of["dq"].asked))) if "dq" in wrong else ()
-    ):
-        if all(of[n] is of["dq"] and of[n].relative(guess, n) < OFF for n in wrong):
+    work = of["dq"] if "dq" in wrong else None
+    for guess in work.planted(shares.without_D(Sample(*work.asked))) if work else ():
+        if all(of[n] is work and work.relative(guess, n) < OFF for n in wrong):
             return [finding(side, guess.bug.name, *given[2:], title=guess.bug.variant)]
     return [finding(*given, title=title, look_at=look_at)]
