@@ -120,6 +120,19 @@ def relative_residual(found: Floats, wanted: Floats, rows: Rows) -> float:
     return rms / size if size and math.isfinite(rms) else (math.inf if rms else 0.0)
 
 
+def rows_off(
+    found: Floats, right: Floats, rows: np.ndarray, share: float, least: Floats | float = 0.0
+) -> np.ndarray:
+    """Which of some rows are off by more than a share of their size, of that of all, and of
+    ``least``."""
+    size = np.abs(np.where(np.isfinite(right), right, 0.0)).max(axis=2)
+    typical = size[rows].mean() if rows.any() else 0.0
+    with np.errstate(invalid="ignore"):
+        off = np.where(found == right, 0.0, np.abs(found - right)).max(axis=2)
+    allowed = share * np.maximum(np.maximum(size, typical), least)
+    return np.asarray(rows & (np.nan_to_num(off, nan=np.inf) > allowed))
+
+
 def finite(x: Floats) -> Floats:
     return np.where(np.isfinite(x), x, 0.0)
 

@@ -16,7 +16,6 @@ MORE, LESS, OTHER = "sees too many keys", "misses keys", "sees keys that are not
 KINDS = (MORE, LESS, OTHER)
 OWN, ANY = "sees the keys of", "sees, of all sequences, the keys of"  # and no others
 NO_RULE = "by no plain rule"
-LISTED = 8  # runs of places, at most
 COMBINED = 120  # of parts
 RULES, APART = 1000, 60  # of a part: rules that are tried elsewhere, and of those not alike there
 _Read = tuple[Places, Array, Array]  # on a problem, by head: pairs that are known, or of a kind
@@ -109,16 +108,16 @@ class Support:
 
     def _listed(self, part: Part) -> Part:
         """A part with what it was where it was read, if no rule tells it."""
-        listed = "" if part.rule else f"{self.inside(part.kind)[part.heads[0]].sum()} pairs"
-        return replace(part, listed=listed)
+        count = self.inside(part.kind)[part.heads[0]].sum()
+        return part if part.rule else replace(part, listed=f"{count} pairs")
 
     def others(self, places: Places) -> Iterator["Support"]:
         """The same by other rules, which are not alike at these ``places``."""
         told = []
         for part in self.told:
             rules: dict[bytes, Rule] = {}
-            few = sorted(islice(part.others, RULES), key=lambda rule: len(rule.spans))
-            for rule in (part.rule, *few) if part.rule else ():
+            others = sorted(islice(part.others, RULES), key=lambda rule: len(rule.spans))
+            for rule in (part.rule, *others) if part.rule else ():
                 heads = (places.of_head(head) for head in part.heads)
                 held = [rule.holds(of) & _domain(of, part.kind) for of in heads]
                 rules.setdefault(np.packbits(held).tobytes(), rule)

@@ -1,5 +1,5 @@
-"""Gradients that are sums of other parts than they must be: how often each part is in them is read
-off one view, and planted in all. Parts are the terms of dS, and the query heads of a group."""
+"""Gradients that are sums of other parts than they must be: how often each part (a term of dS, a
+query head of a group) is in one view, planted in all; and a D of 0, by the rows of dq."""
 
 import math
 from collections.abc import Iterator
@@ -11,6 +11,7 @@ from rawattn.check.diagnose.catalogue.second_order import with_values
 from rawattn.check.diagnose.engine.attention import BACKWARD, Bug, Context, Floats, contexts
 from rawattn.check.diagnose.engine.question import by_rows
 from rawattn.check.diagnose.engine.steps import STEPS
+from rawattn.check.diagnose.evidence.precision import rows_off
 from rawattn.check.diagnose.evidence.structure import where
 from rawattn.check.diagnose.inferred.sample import Sample
 from rawattn.check.diagnose.read.fields import by_head, sums_of
@@ -72,8 +73,7 @@ def without_D(sample: Sample) -> Iterator[Bug]:
     if "dq" not in sample.wrong:
         return
     found, due = sample.found["dq"], by_rows("dq", sample.truth["dq"])
-    size = np.abs(due).max(axis=2, keepdims=True) + np.abs(due).mean()
-    bad = (np.abs(found - due) > OFF * size).any(axis=2)
+    bad = rows_off(found, due, np.ones(due.shape[:2], dtype=bool), OFF)
 
     def D(c: Context) -> Floats:
         return np.where(bad[np.ix_(c.view.rows, c.view.heads)].T, 0.0, STEPS["D"](c))

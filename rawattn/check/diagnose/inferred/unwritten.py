@@ -92,19 +92,19 @@ def _constant(sample: Sample, name: str, of_out: Rows | bool) -> Rows | None:
     """Which rows (tokens, heads) hold one number; a single one is no row, so that it must be 0, or
     in the rows ``of_out``."""
     x, wanted = sample.found[name], by_rows(name, sample.truth[name])
-    finite = np.isfinite(wanted).all(axis=2) & (sample.question.sequence_of(name) >= 0)[:, None]
-    if not finite.any() or not x.shape[2]:
+    there = np.isfinite(wanted).all(axis=2) & (sample.question.sequence_of(name) >= 0)[:, None]
+    if not there.any() or not x.shape[2]:
         return None
-    size = float(np.sqrt(np.mean(wanted[finite] ** 2)))
+    size = float(np.sqrt(np.mean(wanted[there] ** 2)))
     with np.errstate(invalid="ignore"):
         off = np.abs(x - wanted).max(axis=2) > OFF * size
-    flat = (x == x[..., :1]).all(axis=2) & finite & off
+    flat = (x == x[..., :1]).all(axis=2) & there & off
     flat &= (x.shape[2] > 1) | (x[..., 0] == 0) | of_out
     if not flat.any():
         return None
     numbers, counts = np.unique(x[flat, 0], return_counts=True)
     rows = flat & (x[..., 0] == numbers[counts.argmax()])
-    return rows if rows.sum() < SHARE * finite.sum() else None
+    return rows if rows.sum() < SHARE * there.sum() else None
 
 
 def _see_nothing(answers: Answers, found: Found) -> bool:

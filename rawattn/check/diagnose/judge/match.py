@@ -28,6 +28,7 @@ from rawattn.check.diagnose.evidence.precision import (
     fit,
     ladder,
     relative_residual,
+    rows_off,
     sizes,
 )
 from rawattn.check.diagnose.evidence.structure import where
@@ -112,19 +113,6 @@ def _in_rows(rows: dict[str, Floats], right: Answers, _: Question, answers: Answ
     return {
         n: np.where(at[n], x, right[n]) if n in at else right.get(n, x) for n, x in answers.items()
     }
-
-
-def rows_off(
-    found: Floats, right: Floats, rows: np.ndarray, share: float, least: Floats | float = 0.0
-) -> np.ndarray:
-    """Which of some rows are off by more than a share of their size, of that of all, and of
-    ``least``."""
-    size = np.abs(np.where(np.isfinite(right), right, 0.0)).max(axis=2)
-    typical = size[rows].mean() if rows.any() else 0.0
-    with np.errstate(invalid="ignore"):
-        off = np.where(found == right, 0.0, np.abs(found - right)).max(axis=2)
-    allowed = share * np.maximum(np.maximum(size, typical), least)
-    return np.asarray(rows & (np.nan_to_num(off, nan=np.inf) > allowed))
 
 
 class Explained(NamedTuple):

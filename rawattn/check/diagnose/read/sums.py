@@ -241,10 +241,7 @@ def _say_mass(said: Said, x: _Rows, due: Array) -> None:
         said.steps["softmax"] = partial(_over_others, partial(_with_before, tile))
     elif (by := _of_other_rows(x, due)) is not None:
         said.say(f"the row sums are those of other rows: {by.words}", "statistics-misplaced")
-        of_rows = maps.geometry
-        said.steps["softmax"] = partial(
-            _over_others, lambda places, L: by.moved(of_rows(places.question, "lse"), L)
-        )
+        said.steps["softmax"] = partial(_over_others, partial(_moved, by))
     elif sinks is not None and (often := _often(x, mass / sinks)):
         said.say(f"the row sums have exp(sink) {often} too often", "denominator")
     elif (more := _more(x, mass, said.weights.right.lse)) is not None:
@@ -263,9 +260,12 @@ def _say_mass(said: Said, x: _Rows, due: Array) -> None:
 
 def _of_other_rows(x: _Rows, due: Array) -> maps.Map | None:
     """Where the row sums are those of other rows, or heads, whose logarithms are ``due``."""
-    g = maps.geometry(x.places.question, "lse")
-    moved = maps.families(x.places.question, True)
-    return next((by for by in moved if x.fit(by.moved(g, due))), None)
+    families = maps.families(x.places.question, True)
+    return next((by for by in families if x.fit(_moved(by, x.places, due))), None)
+
+
+def _moved(by: maps.Map, places: Places, L: Array) -> Array:
+    return by.moved(maps.geometry(places.question, "lse"), L)
 
 
 def _over_others(of: Callable[[Places, Array], Array], c: Context) -> tuple[Array, Array]:

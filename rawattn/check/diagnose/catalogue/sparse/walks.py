@@ -119,22 +119,21 @@ def bugs(question: Question, wrong: Collection[str]) -> Iterator[Bug]:
         for lot in range(1, longest) if "at most" in words else LOTS:
             if lot < longest:
                 text = f"of the queries in a block's list {words.format(lot)}"
-                steps = {
-                    step: partial(_weighed, step, in_lists, share, lot)
-                    for step in map(GRADIENTS.__getitem__, names)
-                }
+                of_lists = [GRADIENTS[n] for n in names]
+                steps = {x: partial(_weighed, x, in_lists, share, lot) for x in of_lists}
                 yield Bug(name, f"{' and '.join(names)}, {text}", BACKWARD, steps=steps)
 
 
 def stale(question: Question) -> Iterator[Bug]:
     """k or v of a block from the stage of another step of a query's walk."""
-    loops = [x for x in stages.LOOPS.items() if "from the first row" not in x[0]]
+    steps = np.arange(8)
+    loops = [x for x in stages.LOOPS.items() if (x[1](steps) != steps).any()]
     for (of, order), (words, which) in product(ORDERS.items(), loops):
         taken = partial(_taken, order, which)
         ways: dict[str, Step] = {"Y": partial(_scores_of, taken), "O": partial(_values_of, taken)}
-        for operands, steps in READS.items():
+        for operands, read in READS.items():
             text = f"{operands} {words} of the blocks that a query walks, {of}"
-            yield Bug("stale-tile", text, FORWARD, steps={x: ways[x] for x in steps})
+            yield Bug("stale-tile", text, FORWARD, steps={x: ways[x] for x in read})
 
 
 def _taken(order: Order, which: stages.Which, c: Context) -> Ints:
