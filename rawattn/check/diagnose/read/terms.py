@@ -142,7 +142,9 @@ def _curves(field: Field, c: Context) -> Iterator[Term]:
         x = min((*NUMBERS, *caps), key=left_by) if "{c}" in words else 1.0
         for fine in range(15) if "{c}" in words and left_by(x) < far else ():
             x = float(min(x * 2 ** (np.linspace(-1, 1, 9) / 4**fine), key=left_by))
-        x = min((round(x, 2) or x, *caps, x), key=left_by)
+        few = (*caps, *(round(x, digits) for digits in range(3)))  # those that the noise leaves
+        enough = max(1.0, 1.01 * left_by(x))
+        x = next((y for y in few if y and left_by(y) <= enough), x)
         name = "softcap-dropped" if words == "not capped" else "softcap"
         text = f"the scores are {words.format(c=f'{x:.4g}')}"
         text += next((f" ({of})" for y, of in caps.items() if of and np.isclose(x, y, 5e-3)), "")
