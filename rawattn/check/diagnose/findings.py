@@ -7,6 +7,7 @@ import numpy as np
 
 CONFIDENCE = ("proved", "high", "medium", "low")
 NAMELESS = ("unknown", "vacuous", "rounding")  # findings that name no bug
+PLAIN = ("unknown", "wrong-keys", "score-bias", "score-scale")  # what was read says more exactly
 
 
 @dataclass(frozen=True)
@@ -32,7 +33,8 @@ class Finding:
     planted in the reference gives the same numbers down to rounding, and no other one does),
     "medium", "low". evidence: what says most first. ``alternatives`` are bugs that would look the
     same on this data. form: of the bug that was planted, None where none was; forms: those of its
-    class that look the same here. sight: whom the queries see with it. ``cases`` show it."""
+    class that look the same here. sight: whom the queries see with it. ``cases`` show it. least:
+    all that is wrong on the smallest problem on which the function fails."""
 
     side: str
     bug: str
@@ -46,11 +48,17 @@ class Finding:
     forms: tuple[str, ...] = field(default=(), compare=False)
     sight: Sight | None = field(default=None, compare=False)
     cases: tuple[str, ...] = field(default=(), compare=False)
+    least: str = field(default="", compare=False)
 
     @property
     def rank(self) -> int:
         """The surest first."""
         return CONFIDENCE.index(self.confidence)
+
+    @property
+    def sure(self) -> bool:
+        """Whether it says a bug, and not just what was read."""
+        return self.confidence in ("proved", "high") and self.bug not in PLAIN
 
     def worded(self, form: str) -> "Finding":
         """The same with another of ``forms``."""

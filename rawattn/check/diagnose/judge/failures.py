@@ -18,14 +18,23 @@ from rawattn.check.cases import DTYPES, Case, Tensors, in_use, lse_dtype, make
 from rawattn.check.diagnose.catalogue.classes import CLASSES
 from rawattn.check.diagnose.engine.attention import empty, solve
 from rawattn.check.diagnose.engine.effort import spent
-from rawattn.check.diagnose.engine.question import TENSORS, WIDE, Answers, Question, tensors_in
+from rawattn.check.diagnose.engine.question import (
+    STAGES,
+    TENSORS,
+    WIDE,
+    Answers,
+    Question,
+    tensors_in,
+)
 from rawattn.check.diagnose.evidence.support import NO_RULE
 from rawattn.check.diagnose.findings import CONFIDENCE, NAMELESS, Diagnosis, Finding, of_sides
 from rawattn.check.diagnose.judge.diagnosis import diagnose, sizes_of
+from rawattn.check.diagnose.judge.least import Asker, least, of_stage
 from rawattn.check.diagnose.judge.proofs import finding, reference_of
 from rawattn.check.diagnose.judge.traps import ARRAYS, of_traps
 from rawattn.check.diagnose.judge.whole import costs_of
-from rawattn.check.diagnose.read.name import Readings, read
+from rawattn.check.diagnose.read.name import PASSES, Readings, read
+from rawattn.check.diagnose.report.words import stages_of
 from rawattn.check.expected import Expected, Target, expect
 from rawattn.check.sparse_cases import SparseCase
 from rawattn.check.sparse_tensors import SparseTensors
@@ -35,6 +44,7 @@ PAIRS = 400_000  # of queries and keys, over all heads: a case beyond is not loo
 SECONDS = 9.0  # of an idle machine, after which no further problem is begun
 AGREEING, SETTLED = 4, 800.0  # kinds of cases; effort after which two of them are enough
 SURE = ("high", "medium")
+LEAST = 3  # kinds of cases that are made smaller
 NAMELESS_KINDS = 2  # after which one more of every other dtype is looked at, for the usual bugs
 OFFSETS = ("cu_seqlens_q", "cu_seqlens_k")
 OPTIONAL = ("sinks", "tsinks", "seqused_k")
@@ -74,7 +84,30 @@ def explain_failures(
         if not lost or _named(diagnosis):
             found.append((kind, diagnosis))
     joined = _joined(f"{candidate.name} against {against}", found)
-    return replace(joined, findings=tuple(_as_failing(joined.findings)))
+    findings = _as_failing(joined.findings)
+    if findings and not findings[0].sure:
+        alike = [kind[0] for kind, of in found if _is_in(findings[0], of)]
+        told = _least(candidate, findings[0], alike[:LEAST])
+        findings[0] = replace(findings[0], least=told or findings[0].least)
+    return replace(joined, findings=tuple(findings))
+
+
+def _is_in(f: Finding, diagnosis: Diagnosis) -> bool:
+    return any((one.bug, one.side) == (f.bug, f.side) for one in diagnosis.findings)
+
+
+def _least(candidate: Candidate, f: Finding, cases: Sequence[Case]) -> str:
+    """All that is wrong on the smallest problem of the stage of a finding, in the fewest words."""
+    stages = [*stages_of(f.where), *(x for x, name in PASSES.items() if name in f.where)]
+    alone = {
+        stage: of_stage(candidate, stage) for stage in dict.fromkeys(stages) if stage in STAGES
+    }
+    stage, one = next(((x, of) for x, of in alone.items() if of is not None), ("", None))
+    if one is None or f.side != SIDE:
+        return ""
+    asker = Asker(one, stage, partial(question_of, clean=True), answers_of)
+    found = (least(asker, candidate.fit(small(case))) for case in cases)
+    return min(filter(None, found), key=len, default="")
 
 
 def _as_failing(findings: Sequence[Finding]) -> list[Finding]:
@@ -224,14 +257,10 @@ def _asked(
 
 def _read(candidate: Candidate, question: Question) -> Readings:
     """What the passes of ``candidate`` do, each called alone."""
-    nothing: dict[str, Any] = dict.fromkeys(("forward", "backward", "preprocess"))
-    nothing |= {"double_backward": None, "jvp": None, "repeat": False}
 
     def ask(stage: str) -> Callable[[Question], Answers] | None:
-        name = "double_backward" if stage == "second" else stage
-        function = getattr(candidate, name)
-        alone = replace(candidate, **nothing | {name: function})
-        return None if function is None else partial(answers_of, alone)
+        alone = of_stage(candidate, stage)
+        return None if alone is None else partial(answers_of, alone)
 
     return read(question, ask)
 

@@ -11,9 +11,10 @@ import numpy as np
 from rawattn.check.diagnose.catalogue.classes import CLASSES
 from rawattn.check.diagnose.engine.attention import Bug, solve
 from rawattn.check.diagnose.engine.question import Answers, Question
+from rawattn.check.diagnose.evidence import tables
 from rawattn.check.diagnose.evidence.places import places_of
 from rawattn.check.diagnose.evidence.support import Support
-from rawattn.check.diagnose.findings import NAMELESS, Diagnosis, Finding
+from rawattn.check.diagnose.findings import NAMELESS, PLAIN, Diagnosis, Finding
 from rawattn.check.diagnose.read import beyond, sliding
 from rawattn.check.diagnose.read.probe import (
     Ask,
@@ -25,6 +26,7 @@ from rawattn.check.diagnose.read.probe import (
 )
 from rawattn.check.diagnose.read.said import Said
 from rawattn.check.diagnose.read.slopes import said_of_backward
+from rawattn.check.diagnose.read.tables import tables_of
 from rawattn.check.diagnose.read.weights import said_of
 
 HOW = {
@@ -49,7 +51,6 @@ NEAR = {2: 2e-2, 4: 5e-3, 8: 1e-5}  # of a row, by the bytes of the inputs
 Known = tuple[Question, Answers] | None
 PASSES = {"forward": "forward pass", "backward": "backward pass", "sliding": "sliding branch"}
 PASSES |= {"jvp": "forward-mode derivative", "second": "double backward"}
-PLAIN = ("unknown", "wrong-keys", "score-bias", "score-scale")  # what was read says more exactly
 
 
 @dataclass(frozen=True, eq=False)
@@ -83,10 +84,12 @@ class Readings:
             numbers = range(len(findings))
             if here := [n for n in numbers if _is_of(findings[n], side, said.stage)]:
                 first = min(here, key=lambda n: findings[n].bug in NAMELESS)
-                findings[first] = _with(findings[first], said)
+                one = _with(findings[first], said)
+                findings[first] = one if one.sure else replace(one, least=said.table)
             elif not findings and said.wrong:
                 given = side, "unknown", said.wrong[0], PASSES[said.stage], "medium"
-                findings.append(Finding(*given, evidence_of(said), LOOK_AT[said.stage]))
+                one = Finding(*given, evidence_of(said), LOOK_AT[said.stage], least=said.table)
+                findings.append(one)
         return replace(diagnosis, findings=tuple(findings), facts=(*diagnosis.facts, *self.facts))
 
 
@@ -169,9 +172,12 @@ def _read(question: Question, stage: str, ask: Ask, known: Known) -> Said:
     reader, say = READERS.get(stage, (BEYOND.get(stage, read_forward), said_of))
     found, again = reader(counted, here), cache(partial(_elsewhere, reader, counted, here))
 
+    told_of = (tables.told(one, found.places.question) for one in tables_of(found))
+    table = next(filter(None, told_of), "")
+
     def told(support: Support | None) -> Said:
         said: Said = say(found, again, support)
-        said.stage, said.calls = stage, calls
+        said.stage, said.calls, said.table = stage, calls, table
         for text in (said.right, said.wrong):
             text[:] = dict.fromkeys(text)
         return said

@@ -78,6 +78,10 @@ class Backward:
     slopes: dict[str, Slopes]
     adds: dict[str, Array]
 
+    @property
+    def places(self) -> Places:
+        return self.weights.places
+
 
 def problem(question: Question, seed: int, *, other: int = 0) -> Question:
     """Like ``question``, without what is about derivatives; ``other``: with other lengths, more by

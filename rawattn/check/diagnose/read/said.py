@@ -28,7 +28,7 @@ class Said:
     """What was read of a ``stage``, by so many calls. right, wrong: sentences, the latter what the
     bug is; unread: what no sentence describes. names: classes of bugs; steps: as of engine.Bug.
     term: what the sentences are about. loose: it was read on other lengths than are judged. listed:
-    a bug of the catalogue that is all of it."""
+    a bug of the catalogue that is all of it. table: all that is wrong in one sequence."""
 
     weights: Weights
     support: Support
@@ -42,6 +42,7 @@ class Said:
     stage: str = ""
     calls: int = 0
     listed: Bug | None = None
+    table: str = ""
 
     def say(self, text: str, name: str) -> None:
         self.wrong.append(text)

@@ -91,6 +91,7 @@ def whole(
     named = finding.bug != "unknown"
     for n, proof in enumerate(finding.evidence[: proofs if named else proofs + 1]):
         lines += _entry("also" if n else "proof" if named else "seen", proof, width, most)
+    lines += _entry("least", finding.least, width, 2 * most)
     lines += _entry("fix" if named else "look", finding.look_at, width, most)
     if again := about.again(finding):
         lines.append(Text.assemble(("   = ", "blue"), ("again: ", "bold"), again))

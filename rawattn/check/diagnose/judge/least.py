@@ -1,0 +1,203 @@
+"""The smallest problem on which a function fails, and all that is wrong there: what was read of the
+pass, entry by entry, or else the rows of its results. A rule may hold on some lengths alone; this
+is the whole of it."""
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
+from functools import partial
+from itertools import islice, product
+from typing import Any
+
+import numpy as np
+
+from rawattn.check.candidate import Candidate
+from rawattn.check.cases import Case, in_use
+from rawattn.check.diagnose.engine.question import STAGES, Answers, Question, by_rows, side_of
+from rawattn.check.diagnose.evidence.tables import Table, told
+from rawattn.check.diagnose.read.name import NEAR, READERS
+from rawattn.check.diagnose.read.probe import OF_DERIVATIVES, Ask, Refused, Weights
+from rawattn.check.diagnose.read.tables import tables_of
+from rawattn.check.expected import Target, expect
+from rawattn.check.second import expect_second
+from rawattn.check.sparse_cases import SparseCase
+
+Array = np.ndarray
+Lengths = tuple[tuple[int, ...], tuple[int, ...]]  # of q and of k
+SIZES = (1, 2, 3, 4, 5, 8, 9, 12, 16, 17, 20, 24, 32, 33, 40, 48, 49, 64, 65, 80, 96, 97, 128, 129)
+FEW = (1, 2, 5, 17, 33, 65)
+KEYS = 16  # whose columns are read
+FIRST = ("forward", "backward")
+MOVED = {"second": "dd", "jvp": "t"}  # what directions are called
+OF_VALUES = ("out", "sliding out", "dv", "gv", "ddout", "jvp out", "tout")  # as wide as v
+
+
+@dataclass(frozen=True)
+class Asker:
+    """A pass of a candidate alone. question: a problem like a case; answers: what the candidate
+    says to one."""
+
+    candidate: Candidate
+    stage: str
+    question: Callable[[Case], Question]
+    answers: Callable[[Candidate, Question], Answers]
+
+    def results(self, case: Case) -> tuple[Answers, dict[str, Target]]:
+        """What it gives, and what it must."""
+        expected = (expect if self.stage in FIRST else expect_second)(case)
+        return self.candidate.run(expected), expected.targets
+
+    def fails(self, case: Case) -> bool:
+        """Whether it fails on a problem; what it raises is another matter."""
+        try:
+            found, targets = self.results(case)
+        except Exception:
+            return False
+        both = found.keys() & targets.keys()
+        return any(targets[name].judge(found[name]).verdict == "FAIL" for name in both)
+
+
+def least(asker: Asker, case: Case) -> str:
+    """What is wrong on the smallest problem like ``case`` on which a pass fails, "" if that is not
+    found: its lengths, and what is told of it."""
+    shown = next(filter(asker.fails, _tried(case)), None)
+    if shown is None:
+        return ""
+    (n, *more), (m, *_) = shown.lengths_q, shown.lengths_k
+    if not more and case.lengths_q != case.lengths_k:
+        of_q = (_of(case, ((x,), (m,))) for x in SIZES if x < n)
+        shown = next(filter(asker.fails, of_q), shown)
+        of_k = (_of(case, (shown.lengths_q, (x,))) for x in SIZES if x < m)
+        shown = next(filter(asker.fails, of_k), shown)
+    said = []
+    for moved, one in _moved(asker, shown):
+        question = asker.question(one)
+        texts = (told(field, question) for field in _fields(asker, one, question))
+        said += [moved + text for text in islice(filter(None, texts), 1)]
+    return f"{_described(shown)}: {'; '.join(said)}" if said else ""
+
+
+def _moved(asker: Asker, case: Case) -> list[tuple[str, Case]]:
+    """The problem; of tangents with one direction alone, those that show it; in words which."""
+    if asker.stage in FIRST:
+        return [("", case)]
+    still = {"sinks_direction": False}
+    still |= {"gate_direction": False} if isinstance(case, SparseCase) else {}
+    alone = {}
+    for n, name in enumerate("qkv"):
+        one = replace(case, direction=tuple(x == n for x in range(3)), **still)
+        alone[f"with {MOVED[asker.stage]}{name} alone "] = one
+    shown = [(name, one) for name, one in alone.items() if asker.fails(one)]
+    return shown or [("", case)]
+
+
+def of_stage(candidate: Candidate, stage: str) -> Candidate | None:
+    """The pass of a candidate alone, None where it has none."""
+    name = {"second": "double_backward"}.get(stage, stage)
+    function = getattr(candidate, name)
+    nothing: dict[str, Any] = dict.fromkeys(("forward", "backward", "preprocess", "jvp"))
+    nothing |= {"double_backward": None, "repeat": False, "symmetry": False}
+    return None if function is None else replace(candidate, **nothing | {name: function})
+
+
+def _tried(case: Case) -> Iterator[Case]:
+    """Problems like ``case``, the smallest first: of one sequence, then of two."""
+    yield from (_of(case, ((n,), (n,))) for n in SIZES)
+    apart = case.lengths_q != case.lengths_k
+    if apart:
+        yield from (_of(case, ((n,), (m,))) for n, m in sorted(product(FEW, FEW), key=sum))
+    for two in sorted(product((0, *FEW), (0, *FEW)), key=sum):
+        yield _of(case, (two, two[::-1] if apart else two))
+
+
+def _of(case: Case, lengths: Lengths) -> Case:
+    of_q, of_k = lengths
+    used = None if case.seqused_k is None else in_use(of_k)
+    return replace(case, lengths_q=of_q, lengths_k=of_k, seqused_k=used)
+
+
+def _described(case: Case) -> str:
+    """The lengths and options of a problem."""
+    of_q, of_k = case.lengths_q, case.lengths_k
+    many = "one sequence" if len(of_q) == 1 else f"{len(of_q)} sequences"
+    lengths = f"{many}, seqlen_q {', '.join(map(str, of_q))}, seqlen_k {', '.join(map(str, of_k))}"
+    heads = f"num_heads_q {case.num_heads_q}, num_heads_kv {case.num_heads_kv}"
+    options = ["causal"] * case.causal
+    options += [f"window {case.window}"] * (case.window != (-1, -1))
+    options += [f"softcap {case.softcap}"] * (case.softcap is not None)
+    options += ["sinks"] * case.sinks
+    used = case.seqused_k
+    options += [] if used is None else [f"seqused_k {', '.join(map(str, used))}"]
+    return ", ".join((lengths, heads, *options))
+
+
+# ---- what is wrong there ------------------------------------------------------------------------
+
+
+def _fields(asker: Asker, case: Case, question: Question) -> Iterator[Table]:
+    """What a pass makes of a problem, and what it must: from its first step to its results."""
+    alone, stage = replace(question, **dict.fromkeys(OF_DERIVATIVES)), asker.stage
+    try:
+        ask = partial(asker.answers, asker.candidate)
+        read = READERS[stage][0](ask, alone) if stage in READERS else None
+    except Refused:
+        read = None
+    if isinstance(read, Weights):
+        yield from _columns(ask, alone, read.P)
+    yield from () if read is None else tables_of(read)
+    found, targets = asker.results(case)
+    for name in STAGES[stage]:
+        if name in found and name in targets:
+            target = targets[name]
+            x, y = (by_rows(name, a).swapaxes(0, 1) for a in (found[name], target.reference))
+            size = float(np.abs(y[np.isfinite(y)]).mean()) or 1.0
+            noise = max(2 * target.allowance() / size, 1e-6)
+            columns = ("it",) * (x.shape[2] == 1) or "column"
+            of_rows = Table(name, x, y, side_of(name), columns, noise)
+            yield _summed(of_rows, question, MOVED.get(stage, "")) or of_rows
+
+
+def _summed(of: Table, q: Question, moved: str) -> Table | None:
+    """Rows of a result as sums of rows of the inputs, where these are few."""
+    heads, _, width = of.found.shape
+    given = {"k": q.k, "q": q.q, "dout": q.dout, "v": q.v}
+    given |= {f"{moved}{name}": getattr(q, f"t{name}") for name in "kqv"} if moved else {}
+    of_v = of.name in OF_VALUES
+    kinds = [n for n in given if given[n] is not None and (n[-1] == "v" or n == "dout") == of_v]
+    count = sum(len(given[n]) * max(1, given[n].shape[1] // heads) for n in kinds)
+    if width == 1 or count > width // 2 or not np.isfinite(of.found).all():
+        return None
+    found = []
+    for head in range(heads):
+        basis, labels = [], []
+        for name in kinds:
+            x = np.asarray(given[name], dtype=np.float64)
+            many = x.shape[1] // heads  # 0: heads of keys, of which several use one
+            for h in range(head * many, (head + 1) * many) or (head * x.shape[1] // heads,):
+                basis.append(x[:, h])
+                labels += [f"{name}[{n}{f', head {h}' * (many > 1)}]" for n in range(len(x))]
+        inverse = np.linalg.pinv(np.concatenate(basis))
+        found.append([of.found[head] @ inverse, of.due[head] @ inverse])
+    x, y = (np.array(part) for part in zip(*found, strict=True))
+    return Table(of.name, x, y, of.side, tuple(labels), max(10 * of.noise, 1e-4))
+
+
+def _columns(ask: Ask, question: Question, P: Array) -> Iterator[Table]:
+    """Which columns of v stand in those of out, where out is not P v: of every key."""
+    v = question.v.astype(np.float64).swapaxes(0, 1).repeat(question.group, axis=0)
+    out, due = np.asarray(ask(question)["out"], np.float64).swapaxes(0, 1), P @ v
+    if np.abs(out - due).max(initial=0.0) <= NEAR[question.dtype.itemsize] * np.abs(due).max(
+        initial=0.0
+    ):
+        return
+    numbers = np.arange(1, v.shape[2] + 1)
+    found = np.zeros((len(v), v.shape[1], v.shape[2]))
+    for key in range(min(v.shape[1], KEYS)):
+        of_one, of_each = (np.zeros_like(question.v) for _ in range(2))
+        of_one[key], of_each[key] = 1, numbers
+        given = (ask(replace(question, v=x))["out"] for x in (of_one, of_each))
+        weights, summed = (np.asarray(x, np.float64).swapaxes(0, 1) for x in given)
+        row = np.abs(weights[0, :, 0]).argmax()
+        with np.errstate(divide="ignore", invalid="ignore"):
+            column = summed[:, row] / weights[:, row]
+        found[:, key] = np.where(np.isfinite(column), np.round(column - numbers, 2), 0)
+    yield Table("which column of v out takes, less its own,", found, 0 * found, "k", "c", 1e-2)

@@ -1,0 +1,48 @@
+"""What was read of a pass, as tables beside what is due, in the order of its steps."""
+
+from collections.abc import Iterator
+
+import numpy as np
+
+from rawattn.check.diagnose.evidence.tables import Table
+from rawattn.check.diagnose.read.probe import Backward, Weights
+from rawattn.check.diagnose.read.said import noise_of
+
+Array = np.ndarray
+OFF = 8.0  # units of noise
+SMALL = 1e-4  # of a row's largest weight: less tells nothing
+
+
+def tables_of(read: Weights | Backward) -> Iterator[Table]:
+    """Scores, weights and row sums of a forward pass; P and dS of a backward pass."""
+    if isinstance(read, Backward):
+        yield from _of_backward(read)
+        return
+    S, L, rights = read.right.S, read.right.lse[..., None], read.places.rights
+    noise = OFF * noise_of(read.places)
+    P = Table("P", read.P, _weights(S, L, rights), "q", "j", noise, SMALL)
+    if read.lse is None:
+        yield P
+        return
+    with np.errstate(invalid="ignore", over="ignore"):
+        sums = np.exp(read.lse)[..., None]
+        bare = Table("exp(S)", read.P * sums, _weights(S, 0 * L, rights), "q", "j", noise, SMALL)
+        summed = Table("the row sum of exp(S)", sums, np.exp(L), "q", ("it",), noise)
+    of_P, of_bare = (np.count_nonzero(one.off) for one in (P, bare))
+    yield from (summed, P) if not of_bare else (bare, P) if of_bare < of_P else (P, summed)
+
+
+def _of_backward(read: Backward) -> Iterator[Table]:
+    w, noise = read.weights, OFF * noise_of(read.weights.places)
+    rights = w.places.rights
+    due = _weights(w.right.S, w.right.lse[..., None], rights)
+    yield Table("P of dv", w.P, due, "q", "j", noise, SMALL)
+    for name, of in read.slopes.items():
+        due = _weights(of.S, of.L, rights) * of.Z
+        yield Table(f"dS of {name}", of.dS, due, "q", "j", noise)
+
+
+def _weights(S: Array, L: Array, rights: Array) -> Array:
+    """P of scores and an lse, with the mask."""
+    with np.errstate(invalid="ignore", over="ignore"):
+        return np.asarray(np.nan_to_num(np.exp(np.where(rights, S, -np.inf) - L)))
