@@ -2,6 +2,7 @@
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
+from typing import Any
 
 import numpy as np
 
@@ -34,7 +35,8 @@ class Finding:
     "medium", "low". evidence: what says most first. ``alternatives`` are bugs that would look the
     same on this data. form: of the bug that was planted, None where none was; forms: those of its
     class that look the same here. sight: whom the queries see with it. ``cases`` show it. least:
-    all that is wrong on the smallest problem on which the function fails."""
+    all that is wrong on the smallest problem on which the function fails. plants: bugs of the
+    engine that give the same numbers, by stage."""
 
     side: str
     bug: str
@@ -49,6 +51,7 @@ class Finding:
     sight: Sight | None = field(default=None, compare=False)
     cases: tuple[str, ...] = field(default=(), compare=False)
     least: str = field(default="", compare=False)
+    plants: Mapping[str, Any] = field(default_factory=dict, compare=False)
 
     @property
     def rank(self) -> int:

@@ -17,8 +17,8 @@ PIECES = 16  # of what is wrong, that are told
 @dataclass(frozen=True)
 class Table:
     """Numbers (heads, rows, columns) of a pass: as they are, and as they must be. side: whether
-    rows are queries or keys; columns: what columns are, or what each one is. noise: of an entry, relative,
-    or relative to a ``floor``, which is that part of the largest of its row."""
+    rows are queries or keys; columns: what columns are, or what each one is. noise: of an entry,
+    relative to it, or to a ``floor``, which is that part of the largest of its row."""
 
     name: str
     found: Array
@@ -74,6 +74,9 @@ def told(of: Table, question: Question) -> str:
     n, m = question.lengths_q[b], question.lengths_k[b]
     which += f", sequence {b} (seqlen_q {n}, seqlen_k {m})," * (question.batch > 1)
     count = f" at {np.count_nonzero(off)} of {off.size} places" * (off.size > 1)
+    few = np.flatnonzero(off.any(axis=0))
+    if np.count_nonzero(off.any(axis=1)) > 2 and 2 * len(few) < off.shape[1]:
+        count += f", all of {of.column(few - first)}"
     return f"{of.name}{which} is wrong{count}: {'; '.join(said)}"
 
 

@@ -64,9 +64,9 @@ def least(asker: Asker, case: Case) -> str:
         return ""
     (n, *more), (m, *_) = shown.lengths_q, shown.lengths_k
     if not more and case.lengths_q != case.lengths_k:
-        of_q = (_of(case, ((x,), (m,))) for x in SIZES if x < n)
+        of_q = (with_lengths(case, ((x,), (m,))) for x in SIZES if x < n)
         shown = next(filter(asker.fails, of_q), shown)
-        of_k = (_of(case, (shown.lengths_q, (x,))) for x in SIZES if x < m)
+        of_k = (with_lengths(case, (shown.lengths_q, (x,))) for x in SIZES if x < m)
         shown = next(filter(asker.fails, of_k), shown)
     said = []
     for moved, one in _moved(asker, shown):
@@ -101,15 +101,16 @@ def of_stage(candidate: Candidate, stage: str) -> Candidate | None:
 
 def _tried(case: Case) -> Iterator[Case]:
     """Problems like ``case``, the smallest first: of one sequence, then of two."""
-    yield from (_of(case, ((n,), (n,))) for n in SIZES)
+    yield from (with_lengths(case, ((n,), (n,))) for n in SIZES)
     apart = case.lengths_q != case.lengths_k
     if apart:
-        yield from (_of(case, ((n,), (m,))) for n, m in sorted(product(FEW, FEW), key=sum))
+        yield from (with_lengths(case, ((n,), (m,))) for n, m in sorted(product(FEW, FEW), key=sum))
     for two in sorted(product((0, *FEW), (0, *FEW)), key=sum):
-        yield _of(case, (two, two[::-1] if apart else two))
+        yield with_lengths(case, (two, two[::-1] if apart else two))
 
 
-def _of(case: Case, lengths: Lengths) -> Case:
+def with_lengths(case: Case, lengths: Lengths) -> Case:
+    """``case`` with other sequences."""
     of_q, of_k = lengths
     used = None if case.seqused_k is None else in_use(of_k)
     return replace(case, lengths_q=of_q, lengths_k=of_k, seqused_k=used)

@@ -1,7 +1,7 @@
 """A diagnosis in words, and as plain data for ``--json``; what a class of bugs is."""
 
 import math
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from typing import Any
 
 import numpy as np
@@ -12,6 +12,7 @@ from rawattn.check.diagnose.findings import Diagnosis, Finding
 from rawattn.check.diagnose.harness.causes import HARNESS
 
 KNOWN = HARNESS | CLASSES
+UNSAID = ("sight", "plants")
 SURE = {
     "proved": "these numbers show it by themselves, no reference is needed",
     "high": "no other known bug gives these numbers",
@@ -22,12 +23,14 @@ SURE = {
 
 def as_json(diagnosis: Diagnosis) -> dict[str, Any]:
     """All of it; numbers that JSON lacks (nan, inf) are null."""
-    return {"ok": nothing_wrong(diagnosis), **asdict(diagnosis, dict_factory=_plain)}
+    plain = tuple(replace(one, sight=None, plants={}) for one in diagnosis.findings)
+    told = asdict(replace(diagnosis, findings=plain), dict_factory=_plain)
+    return {"ok": nothing_wrong(diagnosis), **told}
 
 
 def _plain(items: list[tuple[str, Any]]) -> dict[str, Any]:
     """What JSON has for a dataclass."""
-    kept = ((n, x.item() if isinstance(x, np.generic) else x) for n, x in items if n != "sight")
+    kept = ((n, x.item() if isinstance(x, np.generic) else x) for n, x in items if n not in UNSAID)
     return {n: None if isinstance(x, float) and not math.isfinite(x) else x for n, x in kept}
 
 
