@@ -120,12 +120,11 @@ def _told_of_row(of: Table, head: int, row: int, first: int) -> str:
 def _told_of_one(of: Table, head: int, row: int, column: int, first: int) -> str:
     """One entry, and where else what it holds must stand."""
     found, due = of.found[head, row, column], of.due[head, row, column]
-    near = np.abs(of.due - found) <= 1e-2 * of.noise * abs(found)
-    (h, i, j), *others = [*np.argwhere(near), None] if near.any() else [(0, 0, 0), None, None]
-    other = ""
-    if found and others == [None]:
-        parts = [f"head {h}"] * int(h != head) + [f"{of.row} {i - row:+d}"] * int(i != row)
-        parts += [of.column([int(j) - first])] * int(j != column)
+    near, other = np.argwhere(np.abs(of.due - found) <= 1e-2 * of.noise * abs(found)), ""
+    if found and len(near) == 1:
+        h, i, j = map(int, near[0])
+        parts = [f"head {h}"] * (h != head) + [f"{of.row} {i - row:+d}"] * (i != row)
+        parts += [of.column([j - first])] * (j != column)
         other = f" (due at {', '.join(parts)})"
     return f"{of.column([column - first])} is {found:.4g}, not {due:.4g}{other}".strip()
 

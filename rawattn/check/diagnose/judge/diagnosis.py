@@ -233,8 +233,8 @@ def _found(
     forms, *more = (part.verdict.forms(name, part.tensors) for part in parts)
     alike = tuple(x for x in forms if all(x in others for others in more))
     plants = {part.verdict.stage: bug for part, bug in zip(parts, bugs, strict=True)}
-    said = {"form": form, "forms": alike, "plants": plants}
-    return replace(finding, sight=sight_of(question, bugs[0]), **said)
+    finding = replace(finding, form=form, forms=alike, plants=plants)
+    return replace(finding, sight=sight_of(question, bugs[0]))
 
 
 def _title(name: str, form: str, must: str) -> str:

@@ -89,8 +89,8 @@ def explain_failures(
     joined = _joined(f"{candidate.name} against {against}", found)
     findings = _as_failing(joined.findings)
     for first in findings[:1]:
-        shown = [kind[0] for kind, of in found if _is_in(first, of)]
-        findings[0] = _asked_once_more(candidate, first, shown)
+        alike = [kind[0] for kind, of in found if _is_in(first, of)]
+        findings[0] = _asked_once_more(candidate, first, alike)
     return replace(joined, findings=tuple(findings))
 
 

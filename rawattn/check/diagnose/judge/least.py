@@ -80,11 +80,11 @@ def _moved(asker: Asker, case: Case) -> list[tuple[str, Case]]:
     """The problem; of tangents with one direction alone, those that show it; in words which."""
     if asker.stage in FIRST:
         return [("", case)]
-    still = {"sinks_direction": False}
+    still: dict[str, Any] = {"sinks_direction": False}
     still |= {"gate_direction": False} if isinstance(case, SparseCase) else {}
     alone = {}
     for n, name in enumerate("qkv"):
-        one = replace(case, direction=tuple(x == n for x in range(3)), **still)
+        one = replace(case, direction=(n == 0, n == 1, n == 2), **still)
         alone[f"with {MOVED[asker.stage]}{name} alone "] = one
     shown = [(name, one) for name, one in alone.items() if asker.fails(one)]
     return shown or [("", case)]
@@ -136,7 +136,8 @@ def _described(case: Case) -> str:
 
 def _fields(asker: Asker, case: Case, question: Question) -> Iterator[Table]:
     """What a pass makes of a problem, and what it must: from its first step to its results."""
-    alone, stage = replace(question, **dict.fromkeys(OF_DERIVATIVES)), asker.stage
+    still: dict[str, Any] = dict.fromkeys(OF_DERIVATIVES)
+    alone, stage = replace(question, **still), asker.stage
     try:
         ask = partial(asker.answers, asker.candidate)
         read = READERS[stage][0](ask, alone) if stage in READERS else None
