@@ -453,12 +453,13 @@ def _explain(
     keys: list[Callable[[Prediction], float]] = []
     keys += [partial(work.relative, name=name) for name in work.tensors]
     keys.append(lambda guess: max(work.relative(guess, name) for name in work.tensors))
-    near = [one for key in keys for one in sorted(guesses, key=key)[:NEAREST] if key(one) < FAR]
+    most = precision.most
+    near = [one for key in keys for one in sorted(guesses, key=key)[:NEAREST] if key(one) < most]
     null_of = {name: min(work.relative(right, name) for right in work.rights) for name in wrong}
     whole: list[Explained] = []
     parts: list[Explained] = []
     for guess in dict.fromkeys(near):
-        close = [name for name in work.tensors if work.relative(guess, name) < FAR]
+        close = [name for name in work.tensors if work.relative(guess, name) < most]
         fits = {name: work.fit(guess, name, precision) for name in close}
         fitting = good(fits)
         better = [n for n in wrong if work.relative(guess, n) < BETTER * null_of[n]]
