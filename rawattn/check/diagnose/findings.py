@@ -5,6 +5,8 @@ from dataclasses import dataclass, field, replace
 
 import numpy as np
 
+from rawattn.check.diagnose.engine.attention import Bug
+
 CONFIDENCE = ("proved", "high", "medium", "low")
 NAMELESS = ("unknown", "vacuous", "rounding")  # findings that name no bug
 
@@ -32,7 +34,8 @@ class Finding:
     planted in the reference gives the same numbers down to rounding, and no other one does),
     "medium", "low". evidence: what says most first. ``alternatives`` are bugs that would look the
     same on this data. form: of the bug that was planted, None where none was; forms: those of its
-    class that look the same here. sight: whom the queries see with it. ``cases`` show it."""
+    class that look the same here. sight: whom the queries see with it. ``cases`` show it. planted:
+    the bug of every stage, to be tried on other problems."""
 
     side: str
     bug: str
@@ -46,6 +49,7 @@ class Finding:
     forms: tuple[str, ...] = field(default=(), compare=False)
     sight: Sight | None = field(default=None, compare=False)
     cases: tuple[str, ...] = field(default=(), compare=False)
+    planted: tuple[Bug, ...] = field(default=(), compare=False)
 
     @property
     def rank(self) -> int:
@@ -70,6 +74,7 @@ class Finding:
             alternatives=tuple(name for name in self.alternatives if name in other.alternatives),
             form=other.form if self.form is None else self.form,
             sight=self.sight or other.sight,
+            planted=self.planted + other.planted,
         )
 
 

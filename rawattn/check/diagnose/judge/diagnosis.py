@@ -141,7 +141,7 @@ def _judge(
     answers = {} if races else answers  # which cannot be judged
     empty_ones, answers = proofs.of_empty(question, answers, side)
     verdicts: list[StageVerdict] = []
-    hints = told.general
+    hints = [*told.general, *told.planted]
     for stage in question.stages:
         known = hints, told.bugs, told.shown, partial(told.allows, stage=stage)
         verdict = Stage(question, answers, stage, until, *known).verdict()
@@ -232,7 +232,8 @@ def _found(
     )
     forms, *more = (part.verdict.forms(name, part.tensors) for part in parts)
     alike = tuple(x for x in forms if all(x in others for others in more))
-    return replace(finding, form=form, forms=alike, sight=sight_of(question, bugs[0]))
+    found = replace(finding, form=form, forms=alike, planted=tuple(bugs))
+    return replace(found, sight=sight_of(question, bugs[0]))
 
 
 def _title(name: str, form: str, must: str) -> str:

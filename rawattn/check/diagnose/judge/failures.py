@@ -16,7 +16,7 @@ import numpy as np
 from rawattn.check.candidate import Candidate, Unsupported
 from rawattn.check.cases import DTYPES, Case, Tensors, in_use, lse_dtype, make
 from rawattn.check.diagnose.catalogue.classes import CLASSES
-from rawattn.check.diagnose.engine.attention import empty, solve
+from rawattn.check.diagnose.engine.attention import Bug, empty, solve
 from rawattn.check.diagnose.engine.effort import spent
 from rawattn.check.diagnose.engine.question import TENSORS, WIDE, Answers, Question, tensors_in
 from rawattn.check.diagnose.evidence.support import NO_RULE
@@ -60,6 +60,7 @@ def explain_failures(
     until = begun + 1000 * seconds
     found: list[Kind] = []
     shown, dtypes = frozenset[str](), set[str]()
+    planted: dict[tuple[int, int], list[Bug]] = {}  # by heads
     for kind in kinds.values():
         if found and (spent() > until or _agree(found, spent() - begun)):
             break
@@ -68,8 +69,10 @@ def explain_failures(
             continue
         dtypes.add(kind[0].dtype)
         asked = partial(explain_failure, candidate, kind[0], other, against=against)
-        diagnosis = asked(until=0.0 if lost else until, shown=shown)
-        sure = (f for f in diagnosis.findings if f.confidence in SURE and not f.alternatives)
+        alike = planted.setdefault((kind[0].num_heads_q, kind[0].num_heads_kv), [])
+        diagnosis = asked(until=0.0 if lost else until, shown=shown, planted=alike)
+        sure = [f for f in diagnosis.findings if f.confidence in SURE and not f.alternatives]
+        alike += [bug for f in sure if f.confidence == "high" for bug in f.planted]
         shown |= {f.bug for f in sure if f.form is not None} - {*NAMELESS}
         if not lost or _named(diagnosis):
             found.append((kind, diagnosis))
@@ -99,15 +102,16 @@ def explain_failure(
     against: str = "reference",
     until: float = math.inf,
     shown: frozenset[str] = frozenset(),
+    planted: Sequence[Bug] = (),
 ) -> Diagnosis:
     """What is wrong with ``candidate``, which fails on ``case``. The case itself is looked at where
-    the small problem shows no bug that has a name, unless it is ``until`` by effort.spent(). shown:
-    as of Readings."""
+    the small problem shows no bug that has a name, unless it is ``until`` by effort.spent(). shown,
+    planted: as of Readings."""
     look = partial(_asked, {SIDE: candidate} | ({} if other is None else {against: other}))
     asked = question_of(candidate.fit(small(case)), clean=True)
     for clean in (True, False) if shown else ():  # what it is for others to agree, first
         here = asked if clean else question_of(candidate.fit(case))
-        best = look(here, until=0.0, told=Readings(shown=shown))
+        best = look(here, until=0.0, told=Readings(shown=shown, planted=planted))
         named = {one.bug for one in best.findings} - {*(() if clean else NAMELESS)}
         if named and named <= shown:
             return best
@@ -264,11 +268,10 @@ Kind = tuple[list[Case], Diagnosis]  # cases of one kind, and what was found
 
 
 def _agree(found: Sequence[Kind], effort: float) -> bool:
-    """Whether enough kinds of cases have shown the same bugs, and no other kind another."""
+    """Whether enough kinds of cases have shown the same bugs, and no other kind another, or many."""
     said = [{(f.side, f.bug) for f in of.findings if _has_name(f)} for _, of in found]
-    named = all(_named(diagnosis) for _, diagnosis in found)
-    enough = 2 if effort > SETTLED else AGREEING
-    return len(found) >= enough and named and all(one == said[0] for one in said)
+    same = max(map(said.count, filter(None, said)), default=0)
+    return same >= (2 if same == len(found) and effort > SETTLED else AGREEING)
 
 
 def _joined(title: str, found: Sequence[Kind]) -> Diagnosis:

@@ -203,7 +203,7 @@ class Stage:
 
     def tiers(self, precision: Precision) -> Iterator[Sequence[Prediction]]:
         """What to try one after the other, each where those before explain too little."""
-        first = [bug for bug in self.listed if bug.name in self.shown]
+        first = [bug for bug in [*self.hints, *self.listed] if bug.name in self.shown]
         for bugs in (first, self.told) if precision.name == self.finest.name else ():
             if bugs:
                 yield self.planted(bugs)

@@ -1,7 +1,7 @@
 """A diagnosis in words, and as plain data for ``--json``; what a class of bugs is."""
 
 import math
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from typing import Any
 
 import numpy as np
@@ -20,14 +20,19 @@ SURE = {
 }
 
 
+UNSAID = ("sight", "planted")  # fields of a finding
+
+
 def as_json(diagnosis: Diagnosis) -> dict[str, Any]:
     """All of it; numbers that JSON lacks (nan, inf) are null."""
-    return {"ok": nothing_wrong(diagnosis), **asdict(diagnosis, dict_factory=_plain)}
+    found = tuple(replace(one, planted=(), sight=None) for one in diagnosis.findings)
+    said = asdict(replace(diagnosis, findings=found), dict_factory=_plain)
+    return {"ok": nothing_wrong(diagnosis), **said}
 
 
 def _plain(items: list[tuple[str, Any]]) -> dict[str, Any]:
     """What JSON has for a dataclass."""
-    kept = ((n, x.item() if isinstance(x, np.generic) else x) for n, x in items if n != "sight")
+    kept = ((n, x.item() if isinstance(x, np.generic) else x) for n, x in items if n not in UNSAID)
     return {n: None if isinstance(x, float) and not math.isfinite(x) else x for n, x in kept}
 
 
