@@ -22,7 +22,7 @@ Rows = np.ndarray | slice
 
 
 class Precision(NamedTuple):
-    """``noise`` is that of ``rounding`` times ``factor``; it is never more than a share ``most``."""
+    """``noise`` is that of ``rounding`` times ``factor``; at most a share ``most``."""
 
     name: str
     rounding: Rounding

@@ -22,6 +22,7 @@ from rawattn.check.diagnose.engine.question import TENSORS, WIDE, Answers, Quest
 from rawattn.check.diagnose.evidence.support import NO_RULE
 from rawattn.check.diagnose.findings import CONFIDENCE, NAMELESS, Diagnosis, Finding, of_sides
 from rawattn.check.diagnose.judge.diagnosis import diagnose, sizes_of
+from rawattn.check.diagnose.judge.match import LOOSE
 from rawattn.check.diagnose.judge.proofs import finding, reference_of
 from rawattn.check.diagnose.judge.traps import ARRAYS, of_traps
 from rawattn.check.diagnose.judge.whole import costs_of
@@ -70,7 +71,9 @@ def explain_failures(
         dtypes.add(kind[0].dtype)
         asked = partial(explain_failure, candidate, kind[0], other, against=against)
         alike = planted.setdefault((kind[0].num_heads_q, kind[0].num_heads_kv), [])
-        diagnosis = asked(until=0.0 if lost else until, shown=shown, planted=alike)
+        listed = {f.bug for _, of in found for f in of.findings if f.form is not None} - {*LOOSE}
+        deep = not found or bool(listed)  # else the first kind was searched in vain
+        diagnosis = asked(until=0.0 if lost else until, shown=shown, planted=alike, deep=deep)
         sure = [f for f in diagnosis.findings if f.confidence in SURE and not f.alternatives]
         alike += [bug for f in sure if f.confidence == "high" for bug in f.planted]
         shown |= {f.bug for f in sure if f.form is not None} - {*NAMELESS}
@@ -103,10 +106,11 @@ def explain_failure(
     until: float = math.inf,
     shown: frozenset[str] = frozenset(),
     planted: Sequence[Bug] = (),
+    deep: bool = True,
 ) -> Diagnosis:
     """What is wrong with ``candidate``, which fails on ``case``. The case itself is looked at where
     the small problem shows no bug that has a name, unless it is ``until`` by effort.spent(). shown,
-    planted: as of Readings."""
+    planted: as of Readings. deep: bugs are searched for that are in no short list."""
     look = partial(_asked, {SIDE: candidate} | ({} if other is None else {against: other}))
     asked = question_of(candidate.fit(small(case)), clean=True)
     for clean in (True, False) if shown else ():  # what it is for others to agree, first
@@ -118,7 +122,7 @@ def explain_failure(
         if best.findings or sum(costs_of(case)) > PAIRS:
             break
     told = _read(candidate, asked) if spent() < until else Readings()
-    best = look(asked, until=until, told=told)
+    best = look(asked, until=until if deep else 0.0, told=told)
     if not best.findings and (trapped := of_traps(candidate, case, SIDE)):
         return replace(best, findings=tuple(trapped))
     if not _named(best) and sum(costs_of(case)) <= PAIRS and spent() < until:
@@ -268,7 +272,7 @@ Kind = tuple[list[Case], Diagnosis]  # cases of one kind, and what was found
 
 
 def _agree(found: Sequence[Kind], effort: float) -> bool:
-    """Whether enough kinds of cases have shown the same bugs, and no other kind another, or many."""
+    """Whether enough kinds of cases have shown the same bugs, many where another shows others."""
     said = [{(f.side, f.bug) for f in of.findings if _has_name(f)} for _, of in found]
     same = max(map(said.count, filter(None, said)), default=0)
     return same >= (2 if same == len(found) and effort > SETTLED else AGREEING)
