@@ -27,7 +27,7 @@ class Precision(NamedTuple):
     name: str
     rounding: Rounding
     factor: float = 1.0
-    most: float = 0.3
+    most: float = 0.1
 
 
 def to_dtype(dtype: type) -> Callable[[Floats], Floats]:
@@ -61,7 +61,7 @@ def ladder(dtype: np.dtype) -> tuple[Precision, ...]:
     half = to_dtype(np.float16 if dtype == np.float16 else ml_dtypes.bfloat16)
     return (
         Precision(f"{dtype.name} operands, float32 sums", Rounding(to_dtype(np.float32), half)),
-        Precision(f"{dtype.name} in every operation", Rounding(half, half)),
+        Precision(f"{dtype.name} in every operation", Rounding(half, half), most=0.3),
     )
 
 

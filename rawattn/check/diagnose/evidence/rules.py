@@ -161,7 +161,7 @@ def _exact(spans: Sequence[_Left], count: int) -> Iterator[Rule]:
         return
     # places that the same spans leave count once
     marks = np.packbits(np.stack([one.left for one in spans]), axis=0).T
-    apart = [*{mark.tobytes(): n for n, mark in enumerate(marks)}.values()]
+    apart = np.array([*{mark.tobytes(): n for n, mark in enumerate(marks)}.values()])
     matrix = np.stack([one.left[apart] for one in spans]).astype(np.float32)
     pairs = np.argwhere(np.triu(matrix @ matrix.T == 0, 1))
     for one, other in sorted(pairs.tolist(), key=sum)[:PAIRS]:

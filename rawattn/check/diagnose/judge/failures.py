@@ -36,7 +36,6 @@ PAIRS = 400_000  # of queries and keys, over all heads: a case beyond is not loo
 SECONDS = 9.0  # of an idle machine, after which no further problem is begun
 AGREEING, SETTLED = 4, 800.0  # kinds of cases; effort after which two of them are enough
 SURE = ("high", "medium")
-NAMELESS_KINDS = 2  # after which one more of every other dtype is looked at, for the usual bugs
 OFFSETS = ("cu_seqlens_q", "cu_seqlens_k")
 OPTIONAL = ("sinks", "tsinks", "seqused_k")
 OF_BLOCKS = ("block_indices", "block_counts", "block_scale", "tblock_scale")
@@ -52,30 +51,28 @@ def explain_failures(
 ) -> Diagnosis:
     """What is wrong with ``candidate``, which fails on ``cases``: one diagnosis of them all. Cases
     of the same small problem, but for its dtype, are of one kind; kinds are looked at until enough
-    of them say the same, but none begins after ``seconds``, counted as ``effort`` counts them.
-    ``other`` is what it was compared with, called ``against``; None is the reference."""
+    of them say the same, of every dtype one where the first has no name, but none begins after
+    ``seconds``, counted as ``effort`` counts them. ``other`` is what it was compared with, called ``against``; None is the reference."""
     kinds: dict[Case, list[Case]] = {}
     for case in sorted(cases, key=_plainness):
         kinds.setdefault(replace(small(case), dtype=""), []).append(case)
     begun = spent()
     until = begun + 1000 * seconds
     found: list[Kind] = []
-    shown, dtypes = frozenset[str](), set[str]()
-    planted: dict[tuple[int, int], list[Bug]] = {}  # by heads
+    shown, planted, dtypes = frozenset[str](), list[Bug](), set[str]()
     for kind in kinds.values():
         if found and (spent() > until or _agree(found, spent() - begun)):
             break
-        lost = len(found) >= NAMELESS_KINDS and not any(_named(one) for _, one in found)
+        lost = bool(found) and not any(_named(one) for _, one in found)
         if lost and kind[0].dtype in dtypes:
             continue
-        dtypes.add(kind[0].dtype)
+        dtypes |= {kind[0].dtype} if lost else set()
         asked = partial(explain_failure, candidate, kind[0], other, against=against)
-        alike = planted.setdefault((kind[0].num_heads_q, kind[0].num_heads_kv), [])
         listed = {f.bug for _, of in found for f in of.findings if f.form is not None} - {*LOOSE}
         deep = not found or bool(listed)  # else the first kind was searched in vain
-        diagnosis = asked(until=0.0 if lost else until, shown=shown, planted=alike, deep=deep)
+        diagnosis = asked(until=0.0 if lost else until, shown=shown, planted=planted, deep=deep)
         sure = [f for f in diagnosis.findings if f.confidence in SURE and not f.alternatives]
-        alike += [bug for f in sure if f.confidence == "high" for bug in f.planted]
+        planted += [bug for f in sure if f.confidence == "high" for bug in f.planted]
         shown |= {f.bug for f in sure if f.form is not None} - {*NAMELESS}
         if not lost or _named(diagnosis):
             found.append((kind, diagnosis))

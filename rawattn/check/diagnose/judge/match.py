@@ -203,10 +203,10 @@ class Stage:
 
     def tiers(self, precision: Precision) -> Iterator[Sequence[Prediction]]:
         """What to try one after the other, each where those before explain too little."""
-        first = [bug for bug in [*self.hints, *self.listed] if bug.name in self.shown]
-        for bugs in (first, self.told) if precision.name == self.finest.name else ():
-            if bugs:
-                yield self.planted(bugs)
+        if precision.name == self.finest.name:
+            first = self.planted(bug for bug in self.listed if bug.name in self.shown)
+            first += [one for one in self.hinted if one.bug.name in self.shown]
+            yield from filter(None, (first, self.planted(self.told)))
         yield self.usual
         if self.of_terms:
             yield [*self.usual, *self.of_terms]
@@ -221,9 +221,15 @@ class Stage:
     @cached_property
     def usual(self) -> list[Prediction]:
         """Predictions with each bug that is listed, that other stages have, or of one term."""
-        bugs = [*self.listed, *self.hints]
-        bugs += terms.single(*self.asked) if self.stage != "forward" else []
-        return self.planted(bugs)
+        more = terms.single(*self.asked) if self.stage != "forward" else []
+        return [*self.planted(self.listed), *self.hinted, *self.planted(more)]
+
+    @cached_property
+    def hinted(self) -> list[Prediction]:
+        """Of what other stages or problems have, which may have heads that are not here."""
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", SearchFailed)
+            return self.planted(self.hints)
 
     @cached_property
     def of_terms(self) -> list[Prediction]:

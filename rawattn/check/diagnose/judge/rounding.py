@@ -13,6 +13,7 @@ import numpy as np
 from rawattn.check.diagnose.catalogue.inputs import PRODUCTS, word
 from rawattn.check.diagnose.catalogue.second_order import with_values
 from rawattn.check.diagnose.engine.attention import NO_BUG, NONE, PROGRAMS, Bug, Rounding, solve
+from rawattn.check.diagnose.engine.effort import over
 from rawattn.check.diagnose.engine.question import Answers, by_rows
 from rawattn.check.diagnose.engine.steps import LOG2_E, STEPS, Context, Floats, Step, changed, times
 from rawattn.check.diagnose.evidence.precision import to_dtype, to_tf32
@@ -73,7 +74,8 @@ def of_right(verdict: StageVerdict, side: str, *, zeros: bool) -> list[Finding]:
 
 def of_wrong(verdict: StageVerdict, side: str) -> list[Finding]:
     """The same of tensors that are off by more than any rounding of single operations."""
-    if all(verdict.null[name].relative > FAR for name in verdict.unexplained):
+    far = all(verdict.null[name].relative > FAR for name in verdict.unexplained)
+    if far or (over(verdict.work.until) and not verdict.work.shown):
         return []
     if found := in_16_bits(verdict, side, verdict.unexplained):
         return found
