@@ -34,7 +34,7 @@ from rawattn.check.sparse_tensors import SparseTensors
 SIDE = "candidate"
 PAIRS = 400_000  # of queries and keys, over all heads: a case beyond is not looked at itself
 SECONDS = 9.0  # of an idle machine, after which no further problem is begun
-AGREEING, SETTLED = 4, 800.0  # kinds of cases; effort after which two of them are enough
+AGREEING, SETTLED = 3, 400.0  # kinds of cases; effort after which two of them are enough
 SURE = ("high", "medium")
 OFFSETS = ("cu_seqlens_q", "cu_seqlens_k")
 OPTIONAL = ("sinks", "tsinks", "seqused_k")
@@ -52,7 +52,8 @@ def explain_failures(
     """What is wrong with ``candidate``, which fails on ``cases``: one diagnosis of them all. Cases
     of the same small problem, but for its dtype, are of one kind; kinds are looked at until enough
     of them say the same, of every dtype one where the first has no name, but none begins after
-    ``seconds``, counted as ``effort`` counts them. ``other`` is what it was compared with, called ``against``; None is the reference."""
+    ``seconds``, as ``effort`` counts them. ``other`` is what it was compared with, called
+    ``against``; None is the reference."""
     kinds: dict[Case, list[Case]] = {}
     for case in sorted(cases, key=_plainness):
         kinds.setdefault(replace(small(case), dtype=""), []).append(case)

@@ -20,19 +20,17 @@ SURE = {
 }
 
 
-UNSAID = ("sight", "planted")  # fields of a finding
-
-
 def as_json(diagnosis: Diagnosis) -> dict[str, Any]:
     """All of it; numbers that JSON lacks (nan, inf) are null."""
-    found = tuple(replace(one, planted=(), sight=None) for one in diagnosis.findings)
-    said = asdict(replace(diagnosis, findings=found), dict_factory=_plain)
-    return {"ok": nothing_wrong(diagnosis), **said}
+    found = tuple(replace(one, planted=()) for one in diagnosis.findings)  # no plain data
+    of_all = asdict(replace(diagnosis, findings=found), dict_factory=_plain)
+    return {"ok": nothing_wrong(diagnosis), **of_all}
 
 
 def _plain(items: list[tuple[str, Any]]) -> dict[str, Any]:
     """What JSON has for a dataclass."""
-    kept = ((n, x.item() if isinstance(x, np.generic) else x) for n, x in items if n not in UNSAID)
+    some = ((n, x) for n, x in items if n not in ("sight", "planted"))
+    kept = ((n, x.item() if isinstance(x, np.generic) else x) for n, x in some)
     return {n: None if isinstance(x, float) and not math.isfinite(x) else x for n, x in kept}
 
 
