@@ -16,7 +16,7 @@ import numpy as np
 from rawattn.check.candidate import Candidate, Unsupported
 from rawattn.check.cases import DTYPES, Case, Tensors, in_use, lse_dtype, make
 from rawattn.check.diagnose.catalogue.classes import CLASSES
-from rawattn.check.diagnose.engine.attention import Bug, empty, solve
+from rawattn.check.diagnose.engine.attention import empty, solve
 from rawattn.check.diagnose.engine.effort import spent
 from rawattn.check.diagnose.engine.question import TENSORS, WIDE, Answers, Question, tensors_in
 from rawattn.check.diagnose.evidence.support import NO_RULE
@@ -26,7 +26,7 @@ from rawattn.check.diagnose.judge.match import LOOSE
 from rawattn.check.diagnose.judge.proofs import finding, reference_of
 from rawattn.check.diagnose.judge.traps import ARRAYS, of_traps
 from rawattn.check.diagnose.judge.whole import costs_of
-from rawattn.check.diagnose.read.name import Readings, read
+from rawattn.check.diagnose.read.name import UNREAD, Readings, read
 from rawattn.check.expected import Expected, Target, expect
 from rawattn.check.sparse_cases import SparseCase
 from rawattn.check.sparse_tensors import SparseTensors
@@ -60,7 +60,7 @@ def explain_failures(
     begun = spent()
     until = begun + 1000 * seconds
     found: list[Kind] = []
-    shown, planted, dtypes = frozenset[str](), list[Bug](), set[str]()
+    known, dtypes = UNREAD, set[str]()
     for kind in kinds.values():
         if found and (spent() > until or _agree(found, spent() - begun)):
             break
@@ -69,12 +69,11 @@ def explain_failures(
             continue
         dtypes |= {kind[0].dtype} if lost else set()
         asked = partial(explain_failure, candidate, kind[0], other, against=against)
-        listed = {f.bug for _, of in found for f in of.findings if f.form is not None} - {*LOOSE}
-        deep = not found or bool(listed)  # else the first kind was searched in vain
-        diagnosis = asked(until=0.0 if lost else until, shown=shown, planted=planted, deep=deep)
+        diagnosis = asked(until=0.0 if lost else until, known=known)
         sure = [f for f in diagnosis.findings if f.confidence in SURE and not f.alternatives]
-        planted += [bug for f in sure if f.confidence == "high" for bug in f.planted]
-        shown |= {f.bug for f in sure if f.form is not None} - {*NAMELESS}
+        planted = [bug for f in sure if f.confidence == "high" for bug in f.planted]
+        shown = known.shown | {f.bug for f in sure if f.form is not None} - {*NAMELESS}
+        known = Readings(shown=shown, planted=(*known.planted, *planted))
         if not lost or _named(diagnosis):
             found.append((kind, diagnosis))
     joined = _joined(f"{candidate.name} against {against}", found)
@@ -102,25 +101,24 @@ def explain_failure(
     *,
     against: str = "reference",
     until: float = math.inf,
-    shown: frozenset[str] = frozenset(),
-    planted: Sequence[Bug] = (),
-    deep: bool = True,
+    known: Readings = UNREAD,
 ) -> Diagnosis:
     """What is wrong with ``candidate``, which fails on ``case``. The case itself is looked at where
-    the small problem shows no bug that has a name, unless it is ``until`` by effort.spent(). shown,
-    planted: as of Readings. deep: bugs are searched for that are in no short list."""
+    the small problem shows no bug that has a name, unless it is ``until`` by effort.spent(). known:
+    of other cases; where rules were all that these showed, no more is searched for."""
     look = partial(_asked, {SIDE: candidate} | ({} if other is None else {against: other}))
     asked = question_of(candidate.fit(small(case)), clean=True)
-    for clean in (True, False) if shown else ():  # what it is for others to agree, first
+    for clean in (True, False) if known.shown else ():  # what it is for others to agree, first
         here = asked if clean else question_of(candidate.fit(case))
-        best = look(here, until=0.0, told=Readings(shown=shown, planted=planted))
+        best = look(here, until=0.0, told=known)
         named = {one.bug for one in best.findings} - {*(() if clean else NAMELESS)}
-        if named and named <= shown:
+        if named and named <= known.shown:
             return best
         if best.findings or sum(costs_of(case)) > PAIRS:
             break
-    told = _read(candidate, asked) if spent() < until else Readings()
-    best = look(asked, until=until if deep else 0.0, told=told)
+    told = _read(candidate, asked) if spent() < until else UNREAD
+    of_rules = known.shown and known.shown <= {*LOOSE}
+    best = look(asked, until=0.0 if of_rules else until, told=told)
     if not best.findings and (trapped := of_traps(candidate, case, SIDE)):
         return replace(best, findings=tuple(trapped))
     if not _named(best) and sum(costs_of(case)) <= PAIRS and spent() < until:
