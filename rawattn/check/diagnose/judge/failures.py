@@ -34,7 +34,7 @@ from rawattn.check.sparse_tensors import SparseTensors
 SIDE = "candidate"
 PAIRS = 400_000  # of queries and keys, over all heads: a case beyond is not looked at itself
 SECONDS = 9.0  # of an idle machine, after which no further problem is begun
-AGREEING, SETTLED = 3, 400.0  # kinds of cases; effort after which two of them are enough
+AGREEING, SETTLED = 4, 400.0  # kinds of cases; effort after which two of them are enough
 SURE = ("high", "medium")
 OFFSETS = ("cu_seqlens_q", "cu_seqlens_k")
 OPTIONAL = ("sinks", "tsinks", "seqused_k")

@@ -205,8 +205,8 @@ class Stage:
         """What to try one after the other, each where those before explain too little."""
         if precision.name == self.finest.name:
             first = self.planted(bug for bug in self.listed if bug.name in self.shown)
-            first += [one for one in self.hinted if one.bug.name in self.shown]
-            yield from filter(None, (first, self.planted(self.told)))
+            hinted = [one for one in self.hinted if one.bug.name in self.shown]
+            yield from filter(None, (first, hinted, self.planted(self.told)))
         yield self.usual
         if self.of_terms:
             yield [*self.usual, *self.of_terms]
