@@ -2,9 +2,10 @@
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
-from typing import Any
 
 import numpy as np
+
+from rawattn.check.diagnose.engine.attention import Bug
 
 CONFIDENCE = ("proved", "high", "medium", "low")
 NAMELESS = ("unknown", "vacuous", "rounding")  # findings that name no bug
@@ -35,7 +36,7 @@ class Finding:
     "medium", "low". evidence: what says most first. ``alternatives`` are bugs that would look the
     same on this data. form: of the bug that was planted, None where none was; forms: those of its
     class that look the same here. sight: whom the queries see with it. ``cases`` show it. least:
-    all that is wrong on the smallest problem on which the function fails. plants: bugs of the
+    all that is wrong on the smallest problem on which the function fails. planted: bugs of the
     engine that give the same numbers, by stage."""
 
     side: str
@@ -51,7 +52,7 @@ class Finding:
     sight: Sight | None = field(default=None, compare=False)
     cases: tuple[str, ...] = field(default=(), compare=False)
     least: str = field(default="", compare=False)
-    plants: Mapping[str, Any] = field(default_factory=dict, compare=False)
+    planted: Mapping[str, Bug] = field(default_factory=dict, compare=False)
 
     @property
     def rank(self) -> int:
@@ -81,6 +82,7 @@ class Finding:
             alternatives=tuple(name for name in self.alternatives if name in other.alternatives),
             form=other.form if self.form is None else self.form,
             sight=self.sight or other.sight,
+            planted=self.planted + other.planted,
         )
 
 

@@ -94,7 +94,7 @@ class Places:
         the query's own block where none does, ABSENT of others."""
         return np.asarray(_slots(self.question)[self.selection][self.query[:, 0]])
 
-    @property
+    @cached_property
     def gates(self) -> Array | float:
         """Factors of the scores, like ``rights``; 1 where there are none."""
         heads, scale = range(self.question.num_heads_q), self.question.block_scale

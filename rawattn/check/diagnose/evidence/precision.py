@@ -13,6 +13,7 @@ from rawattn.check.diagnose.engine.attention import FIRST, Bug, Given, Rounding,
 from rawattn.check.diagnose.engine.question import Answers, Question, by_rows
 from rawattn.check.diagnose.engine.steps import Floats, Step, times
 
+FINE = 0.02  # of a tensor's size, more than float32 makes of any that is not next to 0
 RMS_FIT, ROW_FIT = 2.5, 8.0  # units of noise: of all rows together, of the worst row
 Rows = np.ndarray | slice
 
@@ -21,11 +22,12 @@ Rows = np.ndarray | slice
 
 
 class Precision(NamedTuple):
-    """``noise`` is that of ``rounding`` times ``factor``."""
+    """``noise`` is that of ``rounding`` times ``factor``; at most a share ``most``."""
 
     name: str
     rounding: Rounding
     factor: float = 1.0
+    most: float = 0.1
 
 
 def to_dtype(dtype: type) -> Callable[[Floats], Floats]:
@@ -53,14 +55,13 @@ def ladder(dtype: np.dtype) -> tuple[Precision, ...]:
     if dtype == np.float64:
         # twice: what it is compared with is rounded as well
         ratio = 2 * float(np.finfo(np.float64).eps / np.finfo(np.float32).eps)
-        fine = Precision("float64", _FLOAT32, ratio)
-        return fine, Precision("float32", _FLOAT32), Precision("TF32", _TF32)
+        return Precision("float64", _FLOAT32, ratio, FINE), *ladder(np.dtype(np.float32))
     if dtype == np.float32:
-        return Precision("float32", _FLOAT32), Precision("TF32", _TF32)
+        return Precision("float32", _FLOAT32, most=FINE), Precision("TF32", _TF32)
     half = to_dtype(np.float16 if dtype == np.float16 else ml_dtypes.bfloat16)
     return (
         Precision(f"{dtype.name} operands, float32 sums", Rounding(to_dtype(np.float32), half)),
-        Precision(f"{dtype.name} in every operation", Rounding(half, half)),
+        Precision(f"{dtype.name} in every operation", Rounding(half, half), most=0.3),
     )
 
 

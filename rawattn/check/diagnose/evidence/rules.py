@@ -161,7 +161,7 @@ def _exact(spans: Sequence[_Left], count: int) -> Iterator[Rule]:
         return
     # places that the same spans leave count once
     marks = np.packbits(np.stack([one.left for one in spans]), axis=0).T
-    apart = [*{mark.tobytes(): n for n, mark in enumerate(marks)}.values()]
+    apart = np.array([*{mark.tobytes(): n for n, mark in enumerate(marks)}.values()])
     matrix = np.stack([one.left[apart] for one in spans]).astype(np.float32)
     pairs = np.argwhere(np.triu(matrix @ matrix.T == 0, 1))
     for one, other in sorted(pairs.tolist(), key=sum)[:PAIRS]:
@@ -182,9 +182,11 @@ def _bounds(x: Array, inside: Array, name: str) -> Iterator[Span]:
 
 def _pure(x: Array, inside: Array, name: str) -> Iterator[Span]:
     """Runs of values of a feature whose pairs are all in the set."""
-    values, place = np.unique(x, return_inverse=True)
-    pure = np.bincount(place, inside, len(values)) == np.bincount(place, minlength=len(values))
+    count = np.bincount(x - x.min())
+    values = np.flatnonzero(count)
+    pure = np.bincount(x[inside] - x.min(), minlength=len(count))[values] == count[values]
     edges = np.flatnonzero(np.diff(np.concatenate([[0], pure, [0]]).astype(int)))
+    values += x.min()
     runs = edges.reshape(-1, 2)
     for first, stop in runs if len(runs) <= FEW else ():
         low, high = int(values[first]), int(values[stop - 1])

@@ -141,7 +141,7 @@ def _judge(
     answers = {} if races else answers  # which cannot be judged
     empty_ones, answers = proofs.of_empty(question, answers, side)
     verdicts: list[StageVerdict] = []
-    hints = told.general
+    hints = [*told.general, *told.planted]
     for stage in question.stages:
         known = hints, told.bugs, told.shown, partial(told.allows, stage=stage)
         verdict = Stage(question, answers, stage, until, *known).verdict()
@@ -232,8 +232,8 @@ def _found(
     )
     forms, *more = (part.verdict.forms(name, part.tensors) for part in parts)
     alike = tuple(x for x in forms if all(x in others for others in more))
-    plants = {part.verdict.stage: bug for part, bug in zip(parts, bugs, strict=True)}
-    finding = replace(finding, form=form, forms=alike, plants=plants)
+    planted = {part.verdict.stage: bug for part, bug in zip(parts, bugs, strict=True)}
+    finding = replace(finding, form=form, forms=alike, planted=planted)
     return replace(finding, sight=sight_of(question, bugs[0]))
 
 

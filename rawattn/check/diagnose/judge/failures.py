@@ -32,10 +32,11 @@ from rawattn.check.diagnose.evidence.support import NO_RULE
 from rawattn.check.diagnose.findings import CONFIDENCE, NAMELESS, Diagnosis, Finding, of_sides
 from rawattn.check.diagnose.judge.diagnosis import diagnose, sizes_of
 from rawattn.check.diagnose.judge.least import Asker, least, of_stage, with_lengths
+from rawattn.check.diagnose.judge.match import LOOSE
 from rawattn.check.diagnose.judge.proofs import finding, reference_of
 from rawattn.check.diagnose.judge.traps import ARRAYS, of_traps
 from rawattn.check.diagnose.judge.whole import costs_of
-from rawattn.check.diagnose.read.name import NEAR, PASSES, Readings, read
+from rawattn.check.diagnose.read.name import NEAR, PASSES, UNREAD, Readings, read
 from rawattn.check.diagnose.report.words import stages_of
 from rawattn.check.expected import Expected, Target, expect
 from rawattn.check.sparse_cases import SparseCase
@@ -44,11 +45,10 @@ from rawattn.check.sparse_tensors import SparseTensors
 SIDE = "candidate"
 PAIRS = 400_000  # of queries and keys, over all heads: a case beyond is not looked at itself
 SECONDS = 9.0  # of an idle machine, after which no further problem is begun
-AGREEING, SETTLED = 4, 800.0  # kinds of cases; effort after which two of them are enough
+AGREEING, SETTLED = 4, 400.0  # kinds of cases; effort after which two of them are enough
 SURE = ("high", "medium")
 FURTHER = ((21, 3, 50, 0, 38), (70, 9, 33))  # lengths of what is asked once more
 LEAST = 3  # kinds of cases that are made smaller
-NAMELESS_KINDS = 2  # after which one more of every other dtype is looked at, for the usual bugs
 OFFSETS = ("cu_seqlens_q", "cu_seqlens_k")
 OPTIONAL = ("sinks", "tsinks", "seqused_k")
 OF_BLOCKS = ("block_indices", "block_counts", "block_scale", "tblock_scale")
@@ -64,26 +64,29 @@ def explain_failures(
 ) -> Diagnosis:
     """What is wrong with ``candidate``, which fails on ``cases``: one diagnosis of them all. Cases
     of the same small problem, but for its dtype, are of one kind; kinds are looked at until enough
-    of them say the same, but none begins after ``seconds``, counted as ``effort`` counts them.
-    ``other`` is what it was compared with, called ``against``; None is the reference."""
+    of them say the same, of every dtype one where the first has no name, but none begins after
+    ``seconds``, as ``effort`` counts them. ``other`` is what it was compared with, called
+    ``against``; None is the reference."""
     kinds: dict[Case, list[Case]] = {}
     for case in sorted(cases, key=_plainness):
         kinds.setdefault(replace(small(case), dtype=""), []).append(case)
     begun = spent()
     until = begun + 1000 * seconds
     found: list[Kind] = []
-    shown, dtypes = frozenset[str](), set[str]()
+    known, dtypes = UNREAD, set[str]()
     for kind in kinds.values():
         if found and (spent() > until or _agree(found, spent() - begun)):
             break
-        lost = len(found) >= NAMELESS_KINDS and not any(_named(one) for _, one in found)
+        lost = bool(found) and not any(_named(one) for _, one in found)
         if lost and kind[0].dtype in dtypes:
             continue
-        dtypes.add(kind[0].dtype)
+        dtypes |= {kind[0].dtype} if lost else set()
         asked = partial(explain_failure, candidate, kind[0], other, against=against)
-        diagnosis = asked(until=0.0 if lost else until, shown=shown)
-        sure = (f for f in diagnosis.findings if f.confidence in SURE and not f.alternatives)
-        shown |= {f.bug for f in sure if f.form is not None} - {*NAMELESS}
+        diagnosis = asked(until=0.0 if lost else until, known=known)
+        sure = [f for f in diagnosis.findings if f.confidence in SURE and not f.alternatives]
+        planted = [bug for f in sure if f.confidence == "high" for bug in f.planted.values()]
+        shown = known.shown | {f.bug for f in sure if f.form is not None} - {*NAMELESS}
+        known = Readings(shown=shown, planted=(*known.planted, *planted))
         if not lost or _named(diagnosis):
             found.append((kind, diagnosis))
     joined = _joined(f"{candidate.name} against {against}", found)
@@ -115,7 +118,7 @@ def _holds(candidate: Candidate, f: Finding, case: Case, lengths: Sequence[int])
     asked = question_of(candidate.fit(other), clean=True)
     try:
         answers = answers_of(candidate, asked)
-        due = [solve(asked, x, bug, given=asked.passed) for x, bug in f.plants.items()]
+        due = [solve(asked, x, bug, given=asked.passed) for x, bug in f.planted.items()]
     except Exception:  # of what it throws was told before; a plant may be of its problem alone
         return True
     for name, x in (pair for of in due for pair in of.items()):
@@ -162,23 +165,24 @@ def explain_failure(
     *,
     against: str = "reference",
     until: float = math.inf,
-    shown: frozenset[str] = frozenset(),
+    known: Readings = UNREAD,
 ) -> Diagnosis:
     """What is wrong with ``candidate``, which fails on ``case``. The case itself is looked at where
-    the small problem shows no bug that has a name, unless it is ``until`` by effort.spent(). shown:
-    as of Readings."""
+    the small problem shows no bug that has a name, unless it is ``until`` by effort.spent(). known:
+    of other cases; where rules were all that these showed, no more is searched for."""
     look = partial(_asked, {SIDE: candidate} | ({} if other is None else {against: other}))
     asked = question_of(candidate.fit(small(case)), clean=True)
-    for clean in (True, False) if shown else ():  # what it is for others to agree, first
+    for clean in (True, False) if known.shown else ():  # what it is for others to agree, first
         here = asked if clean else question_of(candidate.fit(case))
-        best = look(here, until=0.0, told=Readings(shown=shown))
+        best = look(here, until=0.0, told=known)
         named = {one.bug for one in best.findings} - {*(() if clean else NAMELESS)}
-        if named and named <= shown:
+        if named and named <= known.shown:
             return best
         if best.findings or sum(costs_of(case)) > PAIRS:
             break
-    told = _read(candidate, asked) if spent() < until else Readings()
-    best = look(asked, until=until, told=told)
+    told = _read(candidate, asked) if spent() < until else UNREAD
+    of_rules = known.shown and known.shown <= {*LOOSE}
+    best = look(asked, until=0.0 if of_rules else until, told=told)
     if not best.findings and (trapped := of_traps(candidate, case, SIDE)):
         return replace(best, findings=tuple(trapped))
     if not _named(best) and sum(costs_of(case)) <= PAIRS and spent() < until:
@@ -324,11 +328,10 @@ Kind = tuple[list[Case], Diagnosis]  # cases of one kind, and what was found
 
 
 def _agree(found: Sequence[Kind], effort: float) -> bool:
-    """Whether enough kinds of cases have shown the same bugs, and no other kind another."""
+    """Whether enough kinds of cases have shown the same bugs, many where another shows others."""
     said = [{(f.side, f.bug) for f in of.findings if _has_name(f)} for _, of in found]
-    named = all(_named(diagnosis) for _, diagnosis in found)
-    enough = 2 if effort > SETTLED else AGREEING
-    return len(found) >= enough and named and all(one == said[0] for one in said)
+    same = max(map(said.count, filter(None, said)), default=0)
+    return same >= (2 if same == len(found) and effort > SETTLED else AGREEING)
 
 
 def _joined(title: str, found: Sequence[Kind]) -> Diagnosis:

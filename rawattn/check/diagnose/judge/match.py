@@ -203,10 +203,10 @@ class Stage:
 
     def tiers(self, precision: Precision) -> Iterator[Sequence[Prediction]]:
         """What to try one after the other, each where those before explain too little."""
-        first = [bug for bug in self.listed if bug.name in self.shown]
-        for bugs in (first, self.told) if precision.name == self.finest.name else ():
-            if bugs:
-                yield self.planted(bugs)
+        if precision.name == self.finest.name:
+            first = self.planted(bug for bug in self.listed if bug.name in self.shown)
+            hinted = [one for one in self.hinted if one.bug.name in self.shown]
+            yield from filter(None, (first, hinted, self.planted(self.told)))
         yield self.usual
         if self.of_terms:
             yield [*self.usual, *self.of_terms]
@@ -221,9 +221,15 @@ class Stage:
     @cached_property
     def usual(self) -> list[Prediction]:
         """Predictions with each bug that is listed, that other stages have, or of one term."""
-        bugs = [*self.listed, *self.hints]
-        bugs += terms.single(*self.asked) if self.stage != "forward" else []
-        return self.planted(bugs)
+        more = terms.single(*self.asked) if self.stage != "forward" else []
+        return [*self.planted(self.listed), *self.hinted, *self.planted(more)]
+
+    @cached_property
+    def hinted(self) -> list[Prediction]:
+        """Of what other stages or problems have, which may have heads that are not here."""
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", SearchFailed)
+            return self.planted(self.hints)
 
     @cached_property
     def of_terms(self) -> list[Prediction]:
@@ -453,12 +459,13 @@ def _explain(
     keys: list[Callable[[Prediction], float]] = []
     keys += [partial(work.relative, name=name) for name in work.tensors]
     keys.append(lambda guess: max(work.relative(guess, name) for name in work.tensors))
-    near = [one for key in keys for one in sorted(guesses, key=key)[:NEAREST] if key(one) < FAR]
+    most = precision.most
+    near = [one for key in keys for one in sorted(guesses, key=key)[:NEAREST] if key(one) < most]
     null_of = {name: min(work.relative(right, name) for right in work.rights) for name in wrong}
     whole: list[Explained] = []
     parts: list[Explained] = []
     for guess in dict.fromkeys(near):
-        close = [name for name in work.tensors if work.relative(guess, name) < FAR]
+        close = [name for name in work.tensors if work.relative(guess, name) < most]
         fits = {name: work.fit(guess, name, precision) for name in close}
         fitting = good(fits)
         better = [n for n in wrong if work.relative(guess, n) < BETTER * null_of[n]]

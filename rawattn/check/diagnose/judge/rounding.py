@@ -13,11 +13,12 @@ import numpy as np
 from rawattn.check.diagnose.catalogue.inputs import PRODUCTS, word
 from rawattn.check.diagnose.catalogue.second_order import with_values
 from rawattn.check.diagnose.engine.attention import NO_BUG, NONE, PROGRAMS, Bug, Rounding, solve
+from rawattn.check.diagnose.engine.effort import over
 from rawattn.check.diagnose.engine.question import Answers, by_rows
 from rawattn.check.diagnose.engine.steps import LOG2_E, STEPS, Context, Floats, Step, changed, times
 from rawattn.check.diagnose.evidence.precision import to_dtype, to_tf32
 from rawattn.check.diagnose.findings import Finding
-from rawattn.check.diagnose.judge.match import StageVerdict, good
+from rawattn.check.diagnose.judge.match import FAR, StageVerdict, good
 from rawattn.check.diagnose.judge.proofs import finding
 
 CHUNKS = (1, 4, 8, 16, 32, 64, 128)  # keys that are added up at once
@@ -73,6 +74,9 @@ def of_right(verdict: StageVerdict, side: str, *, zeros: bool) -> list[Finding]:
 
 def of_wrong(verdict: StageVerdict, side: str) -> list[Finding]:
     """The same of tensors that are off by more than any rounding of single operations."""
+    far = all(verdict.null[name].relative > FAR for name in verdict.unexplained)
+    if far or (over(verdict.work.until) and not verdict.work.shown):
+        return []
     if found := in_16_bits(verdict, side, verdict.unexplained):
         return found
     where = f"{verdict.stage}: {', '.join(verdict.unexplained)}"

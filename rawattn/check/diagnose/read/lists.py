@@ -53,12 +53,13 @@ def scores_of(
     ValueError where it sees what is no key."""
     q = places.question
     views = tuple(views_of(q) if views is None else views)
-    Y, found, gates = S / places.gates, np.full(S.shape, -np.inf), np.ones(S.shape)
+    right, found, gates = places.gates, np.full(S.shape, -np.inf), np.ones(S.shape)
     for view in views if bug.see is None else bug.see(q, views):
         if (view.keys < 0).any():
             raise ValueError("it sees rows of zeros")
         at = np.ix_(view.heads, view.rows, view.keys)
-        c = SimpleNamespace(question=q, view=view, W=view.weight, cap=(Y[at], 1.0), r=exact, dS=1.0)
+        c = SimpleNamespace(question=q, view=view, W=view.weight, r=exact, dS=1.0)
+        c.cap = S[at] / np.broadcast_to(right, S.shape)[at], 1.0
         c.G = per_key(view, q.block_scale, 1.0)
         step, of = (bug.steps.get(name, STEPS[name]) for name in ("S", "dY"))
         np.logaddexp.at(found, at, step(c))
@@ -72,13 +73,13 @@ def _fits(bug: Bug, read: Weights, views: Sequence[View], noise: float, least: f
         S, _ = scores_of(bug, read.places, read.right.S, views)
     except (IndexError, ValueError):
         return False
-    L = read.right.lse if read.passed else log_sum(S)
-    with np.errstate(over="ignore"):
-        P = np.exp(S - dead_to_inf(np, L)[..., None])
     for view in views:
         at = np.ix_(view.heads, view.rows)
+        L = read.right.lse[at] if read.passed else log_sum(S[at])
+        with np.errstate(over="ignore"):
+            P = np.exp(S[at] - dead_to_inf(np, L)[..., None])
         telling = np.isfinite(read.right.lse[at]) | (not read.passed)
-        off = np.abs(P[at] - read.P[at]) > NOISE * noise * P[at] + least
+        off = np.abs(P - read.P[at]) > NOISE * noise * P + least
         if np.isnan(read.P[at]).any() or off[telling].any():
             return False
     return True

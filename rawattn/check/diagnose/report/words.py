@@ -12,7 +12,7 @@ from rawattn.check.diagnose.findings import Diagnosis, Finding
 from rawattn.check.diagnose.harness.causes import HARNESS
 
 KNOWN = HARNESS | CLASSES
-UNSAID = ("sight", "plants")
+UNSAID = ("sight", "planted")
 SURE = {
     "proved": "these numbers show it by themselves, no reference is needed",
     "high": "no other known bug gives these numbers",
@@ -23,7 +23,7 @@ SURE = {
 
 def as_json(diagnosis: Diagnosis) -> dict[str, Any]:
     """All of it; numbers that JSON lacks (nan, inf) are null."""
-    plain = tuple(replace(one, sight=None, plants={}) for one in diagnosis.findings)
+    plain = tuple(replace(one, sight=None, planted={}) for one in diagnosis.findings)
     told = asdict(replace(diagnosis, findings=plain), dict_factory=_plain)
     return {"ok": nothing_wrong(diagnosis), **told}
 
