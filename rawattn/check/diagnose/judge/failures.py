@@ -92,13 +92,14 @@ def explain_failures(
     joined = _joined(f"{candidate.name} against {against}", found)
     findings = _as_failing(joined.findings)
     for first in findings[:1]:
-        alike = [kind[0] for kind, of in found if _is_in(first, of)]
-        findings[0] = _asked_once_more(candidate, first, alike)
+        shown = [(one, kind[0]) for kind, of in found for one in of.findings if _alike(one, first)]
+        shown.sort(key=lambda pair: pair[0].planted is not first.planted)
+        findings[0] = _asked_once_more(candidate, first, [case for _, case in shown])
     return replace(joined, findings=tuple(findings))
 
 
-def _is_in(f: Finding, diagnosis: Diagnosis) -> bool:
-    return any((one.bug, one.side) == (f.bug, f.side) for one in diagnosis.findings)
+def _alike(one: Finding, other: Finding) -> bool:
+    return (one.bug, one.side) == (other.bug, other.side)
 
 
 def _asked_once_more(candidate: Candidate, f: Finding, cases: Sequence[Case]) -> Finding:
