@@ -16,7 +16,7 @@ from rawattn.check.diagnose.engine.attention import empty
 from rawattn.check.diagnose.engine.effort import spent
 from rawattn.check.diagnose.engine.parts import part as sequences_of
 from rawattn.check.diagnose.engine.question import OF_KEYS, OF_SINKS, Answers, Question, by_rows
-from rawattn.check.diagnose.evidence.runs import Runs
+from rawattn.check.diagnose.evidence.runs import race_of
 from rawattn.check.diagnose.evidence.sight import mask_rule, sight_of
 from rawattn.check.diagnose.findings import NAMELESS, Diagnosis, Finding
 from rawattn.check.diagnose.judge import proofs, rounding
@@ -136,9 +136,8 @@ def _few(lengths: Sequence[int]) -> str:
 def _judge(
     question: Question, answers: Answers, side: str, call: Call | None, until: float, told: Readings
 ) -> tuple[list[Finding], list[str]]:
-    runs = None if call is None else Runs(question, call)
-    races = [] if runs is None else [*runs.failing("race")]
-    answers = {} if races else answers  # which cannot be judged
+    race = None if call is None else race_of(question, call)
+    answers = {} if race else answers  # which cannot be judged
     empty_ones, answers = proofs.of_empty(question, answers, side)
     verdicts: list[StageVerdict] = []
     hints = told.general
@@ -160,8 +159,7 @@ def _judge(
     for verdict in verdicts:
         findings += rounding.of_right(verdict, side, zeros=zeros)
     findings += empty_ones
-    if runs is not None and all(one.bug == "rounding" for one in findings):
-        findings += proofs.of_runs(side, races or [*runs.failing("score-scale")])
+    findings += [] if race is None else [proofs.of_race(side, race)]
     return _merged(findings), facts
 
 

@@ -13,7 +13,7 @@ from rawattn.check.diagnose.engine.attention import Given, solve
 from rawattn.check.diagnose.engine.question import STAGES, Answers, Question, by_rows, side_of
 from rawattn.check.diagnose.evidence import structure
 from rawattn.check.diagnose.evidence.precision import defined, eps_of, ladder, relative_residual
-from rawattn.check.diagnose.evidence.runs import Failed
+from rawattn.check.diagnose.evidence.runs import Race
 from rawattn.check.diagnose.findings import Finding
 from rawattn.check.diagnose.inferred import sinks
 from rawattn.check.diagnose.judge.match import StageVerdict
@@ -138,22 +138,11 @@ def of_sinks(
     return found
 
 
-# ---- other runs ---------------------------------------------------------------------------------
-
-RUNS = {  # by what a bug shows, though the results themselves are right
-    "race": "a second, equal call",
-    "score-scale": "another run, with 2 q and half the softmax_scale,",
-}
-
-
-def of_runs(side: str, runs: Sequence[Failed]) -> list[Finding]:
-    """Answers that change when the same is asked again, or what differs in no way that matters."""
-    found = []
-    for bug, where, worst in runs:
-        changes = f"{RUNS[bug]} changes them by up to {worst.value:.2g}"
-        said = f"{changes}; the order of additions explains {worst.allowed:.1g}"
-        found.append(finding(side, bug, where, "proved", (said,)))
-    return found
+def of_race(side: str, race: Race) -> Finding:
+    """Answers that change when the same is asked again."""
+    changes = f"a second, equal call changes them by up to {race.value:.2g}"
+    said = f"{changes}; the order of additions explains {race.allowed:.1g}"
+    return finding(side, "race", race.tensors, "proved", (said,))
 
 
 # ---- structure --------------------------------------------------------------------------------
