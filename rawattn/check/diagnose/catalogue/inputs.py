@@ -148,13 +148,11 @@ def _operands(question: Question, stage: str, wrong: Names, right: Names, b: int
                 yield Bug(kind, f"{text}: {by.words}", (stage,), steps=steps, alike=key)
         for operand, other in (pair for some in alike for pair in itertools.permutations(some, 2)):
             if operand in operands:
-                text = f"{word(other, stage)} for {word(operand, stage)} in {product}"
-                ways = {text: {operand: attrgetter(other)}}
+                own, of = word(operand, stage), word(other, stage)
+                ways = {f"{of} for {own} in {product}": {operand: attrgetter(other)}}
                 if other in operands and operand < other:
-                    text = (
-                        f"{word(operand, stage)} and {word(other, stage)} in {product}, exchanged"
-                    )
-                    ways[text] = {operand: attrgetter(other), other: attrgetter(operand)}
+                    both = {operand: attrgetter(other), other: attrgetter(operand)}
+                    ways[f"{own} and {of} in {product}, exchanged"] = both
                 for text, values in ways.items():
                     steps = {step: with_values(step, **values)}
                     yield Bug("arguments-swapped", text, (stage,), steps=steps)

@@ -35,6 +35,12 @@ def stored(name: str, change: Callable[[Floats], Floats]) -> Store:
     return store
 
 
+def in_rows(rows: Answers, inside: Answers, outside: Answers) -> Answers:
+    """Answers ``outside``, but for rows (tokens, heads) of some of them, which are ``inside``."""
+    at = {name: (of.T if name in BY_ROW else of[..., None]) for name, of in rows.items()}
+    return {n: np.where(at[n], inside[n], x) if n in at else x for n, x in outside.items()}
+
+
 def is_wrong(question: Question, given: Passed) -> bool:
     """Whether an out and lse are other numbers than the right ones, by more than rounding."""
     right, off = solve(question, "forward"), []

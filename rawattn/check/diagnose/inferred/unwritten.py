@@ -8,17 +8,10 @@ import numpy as np
 
 from rawattn.check.diagnose.catalogue.tiles import dead
 from rawattn.check.diagnose.engine.attention import Bug, sequences, solve
-from rawattn.check.diagnose.engine.question import (
-    BY_ROW,
-    OF_KEYS,
-    STAGES,
-    Answers,
-    Question,
-    by_rows,
-)
+from rawattn.check.diagnose.engine.question import OF_KEYS, STAGES, Answers, Question, by_rows
 from rawattn.check.diagnose.evidence.precision import finite
 from rawattn.check.diagnose.evidence.structure import where
-from rawattn.check.diagnose.inferred.sample import Sample
+from rawattn.check.diagnose.inferred.sample import Sample, in_rows
 
 OFF = 1e-3  # of the size: what a row must be off by
 SHARE = 0.9  # of all rows, at most
@@ -128,14 +121,9 @@ def _whole_sequences(question: Question, found: Found) -> bool:
     return bool((rows == (of & alive & rows.any(axis=0))).all())
 
 
-def _stored(found: Found, held: Answers, question: Question, answers: Answers) -> Answers:
+def _stored(found: Found, held: Answers, _: Question, answers: Answers) -> Answers:
     """What was ``held`` in these rows, in place of the answers."""
-    stored = {name: x.copy() for name, x in answers.items()}
-    for name, rows in found.items():
-        if name in stored:
-            at = rows.T if name in BY_ROW else rows
-            stored[name][at] = held[name][at]
-    return stored
+    return in_rows(found, held, answers)
 
 
 def _in_words(sample: Sample, found: Found) -> str:
