@@ -2,7 +2,6 @@
 in dk and dv of one view, planted in all; and a D of 0, by the rows of dq."""
 
 from collections.abc import Iterator
-from functools import partial
 
 import numpy as np
 
@@ -34,12 +33,8 @@ def bugs(sample: Sample) -> Iterator[Bug]:
             by = np.where(np.abs(found - np.rint(found)) < 1e-2, np.rint(found) + 0.0, found)
             if np.mean((by @ parts - due / unit) ** 2) <= 1 and np.ptp(by) > 1e-2:
                 text = f"the heads of a group count {by_head(by)} times each"
-                planted = {step: partial(_often, by[:, None, None], step)}
+                planted = {step: lambda c, x=by[:, None, None], step=step: x * STEPS[step](c)}
                 yield Bug("gqa-group-not-summed", text, BACKWARD, steps=planted)
-
-
-def _often(by: Floats, step: str, c: Context) -> Floats:
-    return np.asarray(by * STEPS[step](c))
 
 
 def without_D(sample: Sample) -> Iterator[Bug]:

@@ -53,9 +53,6 @@ def misread(question: Question) -> Iterator[Bug]:
         yield Bug(MISREAD, f"{words} and block_scale, {by.words}", see=see, steps=steps)
 
 
-# ---- its gradient, and where it is left out ---------------------------------------------------
-
-
 NO_GRADIENT: dict[str, Step] = dict.fromkeys(("dG", "gG"), lambda c: np.zeros_like(c.P))
 GATED, MOVED = ("S", "dY", "E", "tdY"), ("E", "tdY")  # what it, and what its direction multiplies
 S, DY, E, TDY = ({name: with_values(name, G=lambda c: 1.0)} for name in GATED)
@@ -106,9 +103,6 @@ def _shares(question: Question) -> Iterator[Row]:
 
 def _shared(share: Floats, name: str, c: Context) -> Floats:
     return np.asarray(share[c.view.heads % len(share), None, None] * STEPS[name](c))
-
-
-# ---- which slot -------------------------------------------------------------------------------
 
 
 @lru_cache(maxsize=2)
