@@ -10,8 +10,8 @@ import numpy as np
 import pytest
 
 from rawattn.check.diagnose.engine.question import Answers, Question
-from rawattn.check.diagnose.evidence.runs import race_of
 from rawattn.check.diagnose.evidence.structure import where
+from rawattn.check.diagnose.judge.proofs import of_race
 from tests.diagnose import plain
 from tests.diagnose.planted import first, second
 from tests.diagnose.problems import DTYPES, FLOAT64, KINDS, draw, packed, problems
@@ -27,7 +27,7 @@ PLANTED = {f"{p.bug}: {p.variant}": p for p in (*first.PLANTED, *second.PLANTED)
 def test_right_runs_are_alike(dtype: np.dtype[Any], kind: str) -> None:
     for seed in range(2):
         question = draw(KINDS[kind], np.random.default_rng(seed), dtype)
-        assert race_of(question, partial(plain.answers, None)) is None
+        assert not of_race(question, partial(plain.answers, None), "kernel")
 
 
 def test_wrong_runs_differ() -> None:
@@ -37,8 +37,8 @@ def test_wrong_runs_differ() -> None:
     def call(asked: Question) -> Answers:
         return plain.answers(plant, asked, next(calls))
 
-    race = race_of(question, call)
-    assert race is not None and "dq" in race.tensors and race.value > race.allowed
+    (race,) = of_race(question, call, "kernel")
+    assert (race.bug, race.confidence) == ("race", "proved") and "dq" in race.where
 
 
 def test_a_function_that_cannot_do_it() -> None:
@@ -46,7 +46,7 @@ def test_a_function_that_cannot_do_it() -> None:
         raise ValueError("no")
 
     question = draw(KINDS["dense"], np.random.default_rng(0), FLOAT64)
-    assert race_of(question, refuses) is None
+    assert not of_race(question, refuses, "kernel")
 
 
 # ---- where wrong rows lie ---------------------------------------------------------------------

@@ -215,9 +215,6 @@ def rearranged(question: Question, names: Sequence[str]) -> Iterator[Bug]:
                 yield Bug(kind, text, stages, store=stored(by, names, nothing, way))
 
 
-# ---- arrays in each other's place -------------------------------------------------------------
-
-
 def _given(question: Question, names: Iterable[str]) -> bool:
     """Whether a question has all of these that it may lack."""
     return all(getattr(question, n) is not None for n in names if n in ("dlse", *DIRECTIONS[-1]))

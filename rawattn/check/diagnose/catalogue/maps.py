@@ -252,13 +252,8 @@ def _of_others(other: Origin, g: Geometry) -> Ints:
 
 
 def heads(question: Question) -> Iterator[Map]:
-    """The same row of other heads; those of groups mean nothing to keys."""
-    for words, head in heads_in_words(question).items():
-        yield Map("heads", words, partial(_heads, head))
-
-
-def heads_in_words(question: Question) -> dict[str, Callable[[Ints, int, int], Ints]]:
-    """HEADS that are not alike here for queries, the words of those that are as one."""
+    """The same row of other heads, by the words of those that are alike here for queries as one;
+    those of groups mean nothing to keys."""
     count = len(HEADS) if question.group > 1 else 3
     alike: dict[bytes, list[str]] = {}
     for words, head in itertools.islice(HEADS.items(), count if question.num_heads_q > 1 else 0):
@@ -266,7 +261,8 @@ def heads_in_words(question: Question) -> dict[str, Callable[[Ints, int, int], I
         taken = np.broadcast_to(head(h, len(h), question.group), h.shape)
         if not np.array_equal(taken, h):
             alike.setdefault(taken.tobytes(), []).append(words)
-    return {" or ".join(words[:3]): HEADS[words[0]] for words in alike.values()}
+    for several in alike.values():
+        yield Map("heads", " or ".join(several[:3]), partial(_heads, HEADS[several[0]]))
 
 
 def other_heads(own: Ints, count: int, group: int) -> dict[str, Ints]:

@@ -48,8 +48,8 @@ def _other_sinks(question: Question) -> Iterator[Bug]:
     yield Bug("sinks-misplaced", text, FORWARD, steps=with_sink(raised))
     factors = {"softmax_scale ": question.scale, "log2(e) ": LOG2_E, "ln 2 ": 1 / LOG2_E, "0 ": 0.0}
     found = {f"exp({words}sink)": x * sinks for words, x in factors.items()}
-    for words, head in maps.heads_in_words(question).items():
-        found[f"that of {words}"] = sinks[head(h, len(h), question.group)]
+    for words, heads in maps.other_heads(h, len(h), question.group).items():
+        found[f"that of {words}"] = sinks[heads]
     for words, others in found.items():
         if (others != sinks).any():
             steps = with_sink(partial(_of_heads, others))

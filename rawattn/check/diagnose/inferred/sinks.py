@@ -48,8 +48,7 @@ def _terms(question: Question, given: Passed, stage: str) -> dict[str, tuple[Flo
         parts = {"ddsinks D": moved * D, "e D": -e * D, "W": W}
         whole, text = sum(parts.values()), "((ddsinks - e) D + W)"
         weights, rows = {ITS: weights[ITS]}, {text: whole}
-        for how, often in (("without", -1), ("with the other sign of", -2), ("with twice", 1)):
-            rows |= {f"{text} {how} {n}": whole + often * x for n, x in parts.items()}
+        rows |= {f"{text} without {name}": whole - x for name, x in parts.items()}
         rows[f"{text} without dlse in D"] = whole + (moved - e) * dlse
     first = next(iter(rows))
     return {
@@ -84,7 +83,6 @@ def _rows(question: Question) -> dict[str, Floats]:
         of_tiles = f"{ALL}, once for every tile of {t} keys"
         found |= {of_tiles: -(-m // t), f"{of_tiles} that it sees": np.maximum(last // t + 1, 0)}
         found |= {
-            f"queries but those of a partial tile of {t}": i < n // t * t,
             f"the last tile of {t} queries of each sequence": i // t == (n - 1) // t,
             f"the first tile of {t} queries of each sequence": i < t,
             f"the last tile of {t} queries of the last sequence": (b == b.max(initial=-1))

@@ -1,7 +1,7 @@
 """Rows that nobody writes: one and the same number stands in all of them; and rows of NaN, or inf,
 or without keys, where all else is right: whose they are, or that rows without keys make them."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from functools import partial
 
 import numpy as np
@@ -18,11 +18,6 @@ SHARE = 0.9  # of all rows, at most
 UNTOLD = ("delta", "dblock_scale", "gblock_scale")  # may be constant
 Rows = np.ndarray  # (tokens, heads)
 Found = dict[str, Rows]  # of tensors
-KINDS: dict[str, Callable[[np.ndarray], np.ndarray]] = {
-    "NaN": np.isnan,
-    "inf": np.isposinf,
-    "-inf": np.isneginf,
-}
 
 
 def bugs(question: Question, answers: Answers, stage: str) -> Iterator[Bug]:
@@ -131,7 +126,8 @@ def _in_words(sample: Sample, found: Found) -> str:
     for name, rows in found.items():
         x = sample.found[name][rows]
         number = f"{x.flat[0]:g}" if (x == x.flat[0]).all() else "another number"
-        kinds = [words for words, of in KINDS.items() if of(x).any()] or [number]
+        none = np.unique(x[~np.isfinite(x)])[::-1]
+        kinds = [f"{kind:g}".replace("nan", "NaN") for kind in none] or [number]
         places = [*where(sample.question, name, rows)][1:] or ["every one"]
         text = f"is {' or '.join(kinds)} in some rows, {', '.join(places).replace('only ', 'of ')}"
         texts.setdefault(text, []).append(name)
