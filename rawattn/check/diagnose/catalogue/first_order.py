@@ -104,7 +104,8 @@ def _of_scores(question: Question) -> Iterator[Bug]:
             yield Bug("score-scale", text, FIRST, steps={"Y": partial(_scaled, x=scale)})
             yield Bug("score-scale", f"{text}, scores alone", BACKWARD, steps=alone)
     for bug, text, lse in LSES:
-        yield Bug(bug, text, FORWARD, steps={"L": partial(_stored, lse)})
+        instead = {"L": lambda c, lse=lse: lse(c.softmax[0], row_max(c))}
+        yield Bug(bug, text, FORWARD, steps=instead)
         yield Bug(bug, f"{text}, backward", BACKWARD, steps={"bP": partial(_read, lse)})
     without = {"bP": lambda c: c.r(np.exp(c.S))}
     yield Bug("statistics-misplaced", "an lse of 0, as if not written", BACKWARD, steps=without)
@@ -128,10 +129,6 @@ def _scaled(c: Context, x: float, everywhere: bool = True) -> Floats:
     scores = STEPS["Y"](changed(c, s=x))
     c.s = x if everywhere else c.s
     return np.asarray(scores)
-
-
-def _stored(lse: Lse, c: Context) -> Floats:
-    return lse(c.softmax[0], row_max(c))
 
 
 def _read(lse: Lse, c: Context) -> Floats:
