@@ -40,7 +40,8 @@ def _without(part: Part, tile: int) -> See:
 
     def of(view: View) -> View:
         n, m = len(view.rows), len(view.keys)
-        return replace(view, weight=view.weight * ~part(*np.ogrid[:n, :m], n, m, tile))
+        i, j = np.ogrid[:n, :m]
+        return replace(view, weight=view.weight * ~part(i, j, n, m, tile))
 
     return lambda question, views: [of(view) for view in views]
 

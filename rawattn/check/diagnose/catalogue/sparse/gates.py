@@ -97,13 +97,12 @@ def _shares(question: Question) -> Iterator[Row]:
     number = np.arange(heads)
     shares = {"the last head": number == heads - 1, "the first head": number == 0}
     for text, share in shares.items() if heads > 1 else ():
-        steps = {
-            name: lambda c, x=share, name=name: (
-                x[c.view.heads % len(x), None, None] * STEPS[name](c)
-            )
-            for name in ("dG", "gG")
-        }
+        steps = {name: partial(_shared, share, name) for name in ("dG", "gG")}
         yield "sparse-gate-not-summed", text, BEYOND, steps
+
+
+def _shared(share: Floats, name: str, c: Context) -> Floats:
+    return np.asarray(share[c.view.heads % len(share), None, None] * STEPS[name](c))
 
 
 @lru_cache(maxsize=2)
