@@ -67,7 +67,7 @@ def _of_heads(sinks: Floats, c: Context) -> Floats:
 
 def _with(sink: Step, c: Context) -> tuple[Floats, Floats]:
     L, P = STEPS["softmax"](changed(c, sink=sink(c)))
-    return np.asarray(L), np.asarray(P)
+    return L, P
 
 
 def _used(more: int, question: Question, views: tuple[View, ...]) -> Sequence[View]:

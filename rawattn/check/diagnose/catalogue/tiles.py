@@ -14,18 +14,13 @@ from rawattn.check.diagnose.engine.attention import FIRST, TILES, Bug, See, View
 from rawattn.check.diagnose.engine.question import BY_ROW, OF_KEYS, OF_SLOTS, Answers, Question
 from rawattn.check.diagnose.engine.steps import STEPS, Context, Floats
 
-# of queries (n, 1) and keys (1, m), by their places in a view, which pairs, for a size of tile
-Part = Callable[[np.ndarray, np.ndarray, int, int, int], np.ndarray]
-TAILS: dict[str, Part] = {
-    "query rows": lambda i, j, n, m, t: i >= n // t * t,
-    "keys": lambda i, j, n, m, t: j >= m // t * t,
-}
+TAILS = {"query rows": -2, "keys": -1}  # and their axis among pairs
 
 
 def tiles(question: Question, tile: int) -> Iterator[Bug]:
     at = f"tile of {tile}"
-    for text, part in TAILS.items():
-        yield Bug("tail-tile-dropped", f"{text}, {at}", FIRST, _without(part, tile))
+    for text, axis in TAILS.items():
+        yield Bug("tail-tile-dropped", f"{text}, {at}", FIRST, _without(axis, tile))
     if tile < max(question.lengths_q, default=0):  # else nothing is stored
         yield Bug("tail-tile-dropped", f"rows stored, {at}", store=stored(of_rows(WHOLE, tile)))
     for words, last, side in zip(("first", "last"), (False, True), bounds(question), strict=True):
@@ -35,13 +30,13 @@ def tiles(question: Question, tile: int) -> Iterator[Bug]:
             yield Bug("masked-tile-nan", form, FIRST, store=partial(_spoilt, late))
 
 
-def _without(part: Part, tile: int) -> See:
-    """Views without some pairs."""
+def _without(axis: int, tile: int) -> See:
+    """Views without the pairs of a last tile that is partial."""
 
     def of(view: View) -> View:
-        n, m = len(view.rows), len(view.keys)
-        i, j = np.ogrid[:n, :m]
-        return replace(view, weight=view.weight * ~part(i, j, n, m, tile))
+        count = view.weight.shape[axis]
+        whole = np.arange(count) < count // tile * tile
+        return replace(view, weight=view.weight * (whole if axis == -1 else whole[:, None]))
 
     return lambda question, views: [of(view) for view in views]
 

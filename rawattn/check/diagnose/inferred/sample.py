@@ -8,13 +8,8 @@ import numpy as np
 from rawattn.check.diagnose.engine.attention import Bug, Floats, Given, Passed, Store, View, solve
 from rawattn.check.diagnose.engine.effort import over
 from rawattn.check.diagnose.engine.question import BY_ROW, STAGES, Answers, Question, by_rows
-from rawattn.check.diagnose.evidence.precision import (
-    defined,
-    eps_of,
-    finite,
-    relative_residual,
-    residual,
-)
+from rawattn.check.diagnose.evidence import precision
+from rawattn.check.diagnose.evidence.precision import eps_of, finite, relative_residual
 
 LEAST, MOST = 1000, 80 * 80 * 2  # scores of a sample: others are taken where they show much more
 ZERO = 1e-6  # of the square of a number: what is small in no row may be 0 but for rounding
@@ -46,7 +41,7 @@ def is_wrong(question: Question, given: Passed) -> bool:
     right, off = solve(question, "forward"), []
     for name, x in zip(("out", "lse"), given, strict=True):
         pair = by_rows(name, x), by_rows(name, right[name])
-        off.append(relative_residual(*pair, defined(question, name, right[name])))
+        off.append(relative_residual(*pair, precision.defined(question, name, right[name])))
     return max(off) > 16 * eps_of(question.q)
 
 
@@ -91,7 +86,7 @@ class Sample:
     def _left(self, name: str, wanted: Floats, sequence: int) -> Floats:
         """What a prediction leaves of an answer of a sequence, relative to its size, by head."""
         rows = self.question.span(name, sequence)
-        left = np.square(residual(self.found[name], wanted, rows)).sum(axis=(0, 2))
+        left = np.square(precision.residual(self.found[name], wanted, rows)).sum(axis=(0, 2))
         if (name, sequence) not in self.sizes:
             size = np.square(finite(self.found[name][rows])).sum(axis=(0, 2))
             size = size + ZERO * np.square(finite(self.found[name])).mean()

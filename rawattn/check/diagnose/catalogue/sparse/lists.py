@@ -108,11 +108,10 @@ def _union(size: int, x: Lists) -> Lists:
 # ---- the table --------------------------------------------------------------------------------
 
 MISSING, TWICE, CUT = "sparse-own-block-missing", "sparse-duplicate-twice", "sparse-list-cut"
-BY_COUNTS = "block_counts cut it off too"
 READ, OPEN, COUNTS = "sparse-padding-read", "sparse-not-causal", "sparse-counts-ignored"
 MISREAD, PLACE = "sparse-lists-misread", "sparse-other-place"
 TABLE: tuple[Row, ...] = (  # the first one is of block_counts
-    (MISSING, BY_COUNTS, where(own=lambda x: x.own & (x.limit > len(x.slots)))),
+    (MISSING, "block_counts cut it off too", where(own=lambda x: x.own & (x.limit > len(x.slots)))),
     (OPEN, "everywhere", _uncut(lambda slot, own: slot)),
     (OPEN, "in the own block", _uncut(lambda slot, own: own)),
     (OPEN, "in the own block, unless it is selected", _uncut(lambda slot, own: own & ~slot)),
