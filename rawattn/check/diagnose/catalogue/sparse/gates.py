@@ -44,7 +44,7 @@ def bugs(question: Question, different: Callable[[See], bool]) -> Iterator[Bug]:
 
 def misread(question: Question) -> Iterator[Bug]:
     """Factors that are read by a map, alone or with all lists."""
-    names = ["block_indices", *(["block_counts"] if question.block_counts is not None else [])]
+    names = ["block_indices", *["block_counts"] * (question.block_counts is not None)]
     for by in lists.maps_of(question) if question.block_scale is not None else ():
         read = {"G": lambda c, by=by: per_key(c.view, _taken(c.question, by), 1.0)}
         steps = {name: with_values(name, **read) for name in GATED}

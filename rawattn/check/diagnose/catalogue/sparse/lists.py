@@ -11,7 +11,7 @@ import numpy as np
 from rawattn.check.diagnose.catalogue import maps
 from rawattn.check.diagnose.engine.attention import Bug, See, View, sparse_views
 from rawattn.check.diagnose.engine.lists import Ints, Lists, by_token, lists_of
-from rawattn.check.diagnose.engine.question import STAGES, Question
+from rawattn.check.diagnose.engine.question import Question
 
 TILES = (4, 6, 8, 16, 32)
 Of = Callable[[Lists], Any]
@@ -179,23 +179,22 @@ OF_PLACES |= {"the mask": ("bound",)}
 
 def misread(question: Question) -> Iterator[Bug]:
     """Lists that are read by a map, alone or together, and queries that stand at another key."""
-    stages, names = tuple(STAGES), ["block_indices"]
-    names += ["block_counts"] * (question.block_counts is not None)
+    names = ["block_indices", *["block_counts"] * (question.block_counts is not None)]
     alone = [names[:1], names[1:], names][: 2 * len(names) - 1]
     for by, some in product(maps_of(question), alone):
         see = listed(partial(moved, by, some))
-        yield Bug(MISREAD, f"{' and '.join(some)}, {by.words}", stages, see)
+        yield Bug(MISREAD, f"{' and '.join(some)}, {by.words}", see=see)
     places: dict[str, Number] = PLACES | {
         f"where {words.format(t)} stands": partial(_of_row, words, t)
         for t, words in product(TILES, (maps.TILED, maps.LAST))
     }
     for (words, number), (what, fields) in product(places.items(), OF_PLACES.items()):
         see = listed(where(**dict.fromkeys(fields, number)))
-        yield Bug(PLACE, f"{what}: {words}", stages, see)
+        yield Bug(PLACE, f"{what}: {words}", see=see)
         if fields == ("bound",):
             walked = where(counted=lambda x: x.counted & (x.named <= x.own_block), bound=number)
             what = "the mask inside of blocks up to the own"
-            yield Bug(PLACE, f"{what}: {words}", stages, listed(walked))
+            yield Bug(PLACE, f"{what}: {words}", see=listed(walked))
 
 
 def maps_of(question: Question) -> Iterator[maps.Map]:
