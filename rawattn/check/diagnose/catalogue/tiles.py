@@ -14,15 +14,30 @@ from rawattn.check.diagnose.engine.attention import FIRST, TILES, Bug, See, View
 from rawattn.check.diagnose.engine.question import BY_ROW, OF_KEYS, OF_SLOTS, Answers, Question
 from rawattn.check.diagnose.engine.steps import STEPS, Context, Floats
 
-TAILS = {"query rows": -2, "keys": -1}  # and their axis among pairs
+# of queries (n, 1) and keys (1, m), by their places in a view, which pairs, for a size of tile
+Part = Callable[[np.ndarray, np.ndarray, int, int, int], np.ndarray]
+TAILS: dict[str, Part] = {
+    "query rows": lambda i, j, n, m, t: i >= n // t * t,
+    "keys": lambda i, j, n, m, t: j >= m // t * t,
+}
+OF_KEYS_ALONE: dict[str, Part] = {
+    "first of keys": lambda i, j, n, m, t: j // t == 0,
+    "second of keys": lambda i, j, n, m, t: j // t == 1,
+    "last of keys": lambda i, j, n, m, t: j // t == (m - 1) // t,
+    "diagonal": lambda i, j, n, m, t: j // t == (i + m - n) // t,
+}
 
 
 def tiles(question: Question, tile: int) -> Iterator[Bug]:
     at = f"tile of {tile}"
-    for text, axis in TAILS.items():
-        yield Bug("tail-tile-dropped", f"{text}, {at}", FIRST, _without(axis, tile))
+    for text, part in TAILS.items():
+        yield Bug("tail-tile-dropped", f"{text}, {at}", FIRST, _often(part, tile, 0.0))
     if tile < max(question.lengths_q, default=0):  # else nothing is stored
         yield Bug("tail-tile-dropped", f"rows stored, {at}", store=stored(of_rows(WHOLE, tile)))
+    for text, part in OF_KEYS_ALONE.items():
+        yield Bug("tile-skipped", f"{text}, {at}", FIRST, _often(part, tile, 0.0))
+        if tile < max(question.lengths_k):  # else everything is doubled
+            yield Bug("tile-counted-twice", f"{text}, {at}", FIRST, _often(part, tile, 2.0))
     for words, last, side in zip(("first", "last"), (False, True), bounds(question), strict=True):
         for rows in TILES if side < math.inf else ():
             form = f"from the {words} visible on, {rows} by {tile}"
@@ -30,13 +45,14 @@ def tiles(question: Question, tile: int) -> Iterator[Bug]:
             yield Bug("masked-tile-nan", form, FIRST, store=partial(_spoilt, late))
 
 
-def _without(axis: int, tile: int) -> See:
-    """Views without the pairs of a last tile that is partial."""
+def _often(part: Part, tile: int, factor: float) -> See:
+    """Views in which some pairs count ``factor`` times as often."""
 
     def of(view: View) -> View:
-        count = view.weight.shape[axis]
-        whole = np.arange(count) < count // tile * tile
-        return replace(view, weight=view.weight * (whole if axis == -1 else whole[:, None]))
+        n, m = len(view.rows), len(view.keys)
+        i, j = np.ogrid[:n, :m]
+        there = part(i, j, n, m, tile)
+        return replace(view, weight=view.weight * np.where(there, factor, 1.0))
 
     return lambda question, views: [of(view) for view in views]
 
