@@ -31,9 +31,6 @@ def listed(change: Change) -> See:
     return see
 
 
-# ---- ways to change lists ---------------------------------------------------------------------
-
-
 def where(**changes: Of) -> Change:
     """Lists with other fields than they had."""
     return lambda x: replace(x, **{name: of(x) for name, of in changes.items()})
@@ -105,8 +102,6 @@ def _union(size: int, x: Lists) -> Lists:
     return replace(x, named=every, counted=every >= 0, cut=cut)
 
 
-# ---- the table --------------------------------------------------------------------------------
-
 MISSING, TWICE, CUT = "sparse-own-block-missing", "sparse-duplicate-twice", "sparse-list-cut"
 READ, OPEN, COUNTS = "sparse-padding-read", "sparse-not-causal", "sparse-counts-ignored"
 MISREAD, PLACE = "sparse-lists-misread", "sparse-other-place"
@@ -165,8 +160,6 @@ def of_heads(of: Ints, factors: Ints, x: Lists) -> Lists:
     moved = {name: getattr(x, name)[:, of] for name in ("named", "counted", "own", "cut")}
     return replace(x, **moved, heads=factors)
 
-
-# ---- other numbers ----------------------------------------------------------------------------
 
 Number = Callable[[Lists], Ints]
 PLACES: dict[str, Number] = {  # of a query among the keys
