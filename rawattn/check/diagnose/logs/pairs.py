@@ -10,6 +10,7 @@ from rawattn.check.diagnose.logs.printed import KINDS, Flags, Float64, Printed
 
 CONSTANT = 0.02  # what a constant slope may leave, relative, beyond the printed digits
 ROUNDING = 2.0**-8  # prints do not tell whether 16-bit tensors were cast for printing
+DIGITS = 50  # units of the last printed place, from which on a logarithm can be taken
 OF_NO_SIDE = {*KINDS, "grad", "gradient", "diff", "difference", "err", "error", "abs"}
 
 
@@ -51,6 +52,19 @@ class Pair:
         """a / b where that is a constant other than 1."""
         x, y = (p.values[self.finite] for p in self.both)
         return factor(x, y, *(p.unit for p in self.both))
+
+    @property
+    def power(self) -> float | None:
+        """By how much the scores of one side are multiplied, as its P is a power of that of the
+        other: the factor of the logarithms of P less their mean in each row."""
+        if self.kind != "P" or self.a.values.ndim < 2:
+            return None
+        there = np.all([p.values > max(DIGITS * p.unit, 1e-6) for p in self.both], axis=0)
+        count = np.maximum(there.sum(axis=-1, keepdims=True), 1)
+        logs = [np.log(np.where(there, p.values, 1.0)) for p in self.both]
+        x, y = ((z - z.sum(axis=-1, keepdims=True) / count)[there] for z in logs)
+        found = factor(x, y)
+        return found if found is not None and found > 0 else None
 
 
 def rms(values: Float64) -> float:
