@@ -338,17 +338,6 @@ def test_a_wrong_dtype_is_named_and_hides_nothing(factor: float, bugs: list[str]
     assert "out is float64; it must be float16" in told(found)
 
 
-def test_an_identity_that_fails_is_a_finding() -> None:
-    """7.3: right here, and not where softmax_scale is another."""
-    question = packed((9, 12))
-
-    def call(asked: Question) -> Answers:
-        return computed(replace(asked, softmax_scale=None))
-
-    found = first(diagnose(question, call(question), call=call))
-    assert (found.bug, found.confidence) == ("score-scale", "proved")
-
-
 def test_rows_that_see_nothing_leave_lapack_in_peace(capfd: pytest.CaptureFixture[str]) -> None:
     """7.4: least squares are not given infinity."""
     question = packed((40, 30), heads=(1, 1), causal=False)

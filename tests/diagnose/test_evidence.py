@@ -10,13 +10,12 @@ import numpy as np
 import pytest
 
 from rawattn.check.diagnose.engine.question import Answers, Question
-from rawattn.check.diagnose.evidence.runs import Runs
 from rawattn.check.diagnose.evidence.structure import where
+from rawattn.check.diagnose.judge.proofs import of_race
 from tests.diagnose import plain
 from tests.diagnose.planted import first, second
 from tests.diagnose.problems import DTYPES, FLOAT64, KINDS, draw, packed, problems
 
-RUNS = ("score-scale", "race")
 PLANTED = {f"{p.bug}: {p.variant}": p for p in (*first.PLANTED, *second.PLANTED)}
 
 
@@ -28,24 +27,18 @@ PLANTED = {f"{p.bug}: {p.variant}": p for p in (*first.PLANTED, *second.PLANTED)
 def test_right_runs_are_alike(dtype: np.dtype[Any], kind: str) -> None:
     for seed in range(2):
         question = draw(KINDS[kind], np.random.default_rng(seed), dtype)
-        assert not [*Runs(question, partial(plain.answers, None)).failing(*RUNS)]
+        assert not of_race(question, partial(plain.answers, None), "kernel")
 
 
-RUN_FAULTS = (
-    "race: dq (backward)",
-    "score-scale: the default though one is given (forward and backward)",
-)
-
-
-@pytest.mark.parametrize("fault", RUN_FAULTS)
-def test_wrong_runs_fail(fault: str) -> None:
-    plant, calls = replace(PLANTED[fault], gives=()), itertools.count()
+def test_wrong_runs_differ() -> None:
+    plant, calls = replace(PLANTED["race: dq (backward)"], gives=()), itertools.count()
     (question,) = problems(plant, 1, seed=2)
 
     def call(asked: Question) -> Answers:
         return plain.answers(plant, asked, next(calls))
 
-    assert fault.partition(":")[0] in [bug for bug, *_ in Runs(question, call).failing(*RUNS)]
+    (race,) = of_race(question, call, "kernel")
+    assert (race.bug, race.confidence) == ("race", "proved") and "dq" in race.where
 
 
 def test_a_function_that_cannot_do_it() -> None:
@@ -53,7 +46,7 @@ def test_a_function_that_cannot_do_it() -> None:
         raise ValueError("no")
 
     question = draw(KINDS["dense"], np.random.default_rng(0), FLOAT64)
-    assert not [*Runs(question, refuses).failing(*RUNS)]
+    assert not of_race(question, refuses, "kernel")
 
 
 # ---- where wrong rows lie ---------------------------------------------------------------------

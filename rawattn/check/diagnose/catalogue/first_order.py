@@ -1,18 +1,30 @@
-"""The catalogue of bugs in the forward pass and its gradients, as kernels have them."""
+"""The catalogue of bugs in the forward pass and its gradients, as kernels have them, and of what is
+computed there: scales, bases, lse, sums; terms are in ``second_order``."""
 
+import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
+from functools import partial
 
 import numpy as np
 
 from rawattn.check.diagnose.catalogue import options, tile_sums
+from rawattn.check.diagnose.catalogue.maps import At, Geometry, Map
 from rawattn.check.diagnose.catalogue.masks import masks, neighbours
-from rawattn.check.diagnose.catalogue.numbers import of_backward, of_scores
-from rawattn.check.diagnose.catalogue.reading import OF_KEYS, OPERANDS, of_view
+from rawattn.check.diagnose.catalogue.reading import OF_KEYS, OPERANDS, of_view, stored
+from rawattn.check.diagnose.catalogue.second_order import multiple, with_values
 from rawattn.check.diagnose.catalogue.tiles import dead_rows, tiles
-from rawattn.check.diagnose.engine.attention import BACKWARD, FIRST, TILES, Bug, View
-from rawattn.check.diagnose.engine.question import Question
-from rawattn.check.diagnose.engine.steps import STEPS, Context, Floats, changed
+from rawattn.check.diagnose.engine.attention import (
+    BACKWARD,
+    FIRST,
+    FORWARD,
+    TILES,
+    Bug,
+    Store,
+    View,
+)
+from rawattn.check.diagnose.engine.question import OF_SLOTS, STAGES, Question
+from rawattn.check.diagnose.engine.steps import LOG2_E, STEPS, Context, Floats, changed, row_max
 
 BY_REMAINDER = "h % num_heads_kv"
 SUMS: dict[str, Callable[[Floats], Floats]] = {  # the gradients of a group's heads in one
@@ -20,6 +32,12 @@ SUMS: dict[str, Callable[[Floats], Floats]] = {  # the gradients of a group's he
     "the first": lambda x: x[0],
     "the mean": lambda x: x.mean(axis=0),
 }
+Lse = Callable[[Floats, Floats], Floats]  # of the right one, and the largest score
+LSES: tuple[tuple[str, str, Lse], ...] = (
+    ("lse-base-2", "log2", lambda L, top: L * LOG2_E),
+    ("lse-base-2", "ln 2 times", lambda L, top: L / LOG2_E),
+    ("lse-without-max", "", lambda L, top: L - top),
+)
 
 
 def bugs(question: Question) -> Iterator[Bug]:
@@ -39,17 +57,14 @@ def bugs(question: Question) -> Iterator[Bug]:
 
 def bugs_anywhere(question: Question) -> Iterator[Bug]:
     """Those that have nothing to do with masks and tiles of keys."""
-    yield from of_scores(question)
-    yield from of_backward(question)
+    yield from _of_scores(question)
+    yield from _of_backward(question)
     if question.group > 1:
         if question.num_heads_kv > 1:
             yield Bug("gqa-head-map", BY_REMAINDER, FIRST, _by_remainder)
         for text, total in SUMS.items():
             steps = {"sum_heads": lambda c, total=total: total}
             yield Bug("gqa-group-not-summed", text, (*BACKWARD, "second"), steps=steps)
-
-
-# ---- heads ------------------------------------------------------------------------------------
 
 
 def _by_remainder(question: Question, views: tuple[View, ...]) -> Sequence[View]:
@@ -72,3 +87,98 @@ def _with_right(c: Context) -> Floats:
         if (x := getattr(c.question, name)) is not None:
             setattr(c, OPERANDS[name], of_view(own, name, x))
     return np.asarray(STEPS["Y"](c))
+
+
+def _scales(question: Question) -> dict[str, float]:
+    """What softmax_scale may be instead; s is the right one, d the head_dim of q and k."""
+    s, d, d_v = question.scale, question.q.shape[2], question.v.shape[2]
+    found = {"1": 1.0, "1 / d": 1 / d, "1 / sqrt(d)": d**-0.5, "1 / sqrt(head_dim_v)": d_v**-0.5}
+    found |= {"sqrt(d)": d**0.5, "s * s": s * s, "s * log2(e)": s * LOG2_E, "s * ln 2": s / LOG2_E}
+    return found | {"s / sqrt(d), the default on top of a given one": s * d**-0.5}
+
+
+def _of_scores(question: Question) -> Iterator[Bug]:
+    for text, scale in _scales(question).items():
+        if not math.isclose(scale, question.scale, rel_tol=1e-3):
+            alone = {"Y": partial(_scaled, x=scale, everywhere=False)}
+            yield Bug("score-scale", text, FIRST, steps={"Y": partial(_scaled, x=scale)})
+            yield Bug("score-scale", f"{text}, scores alone", BACKWARD, steps=alone)
+    for bug, text, lse in LSES:
+        instead = {"L": lambda c, lse=lse: lse(c.softmax[0], row_max(c))}
+        yield Bug(bug, text, FORWARD, steps=instead)
+        yield Bug(bug, f"{text}, backward", BACKWARD, steps={"bP": partial(_read, lse)})
+    without = {"bP": lambda c: c.r(np.exp(c.S))}
+    yield Bug("statistics-misplaced", "an lse of 0, as if not written", BACKWARD, steps=without)
+    for text, x in (("exp2(S - lse)", 1 / LOG2_E), ("exp(log2(e) (S - lse))", LOG2_E)):
+        power = {"bP": with_values("bP", **{name: multiple(name, x) for name in "SL"})}
+        yield Bug("score-scale", f"P is {text}", BACKWARD, steps=power)
+    undivided = {"O": lambda c: np.exp(c.S - row_max(c)[..., None]) @ c.V}
+    yield Bug("not-normalised", "", FORWARD, steps=undivided)
+    yield Bug("no-max-subtraction", "in float32", FORWARD, steps={"softmax": _plain_exp})
+    for step, a, b, stages in (("Y", "Q", "K", FIRST), ("dP", "dO", "V", BACKWARD)):
+        width = (question.q if step == "Y" else question.v).shape[2]
+        other = min(width, question.q.shape[2])
+        for columns in {other, *(width // deep * deep for deep in (16, 32, 64))} - {0, width}:
+            fewer = {step: with_values(step, **{x: partial(_fewer, x, columns) for x in (a, b)})}
+            yield Bug("head-dim-tail", f"{step} of {columns}", stages, steps=fewer)
+            yield Bug("head-dim-tail", f"{columns} stored", FIRST, store=_columns(columns))
+
+
+def _scaled(c: Context, x: float, everywhere: bool = True) -> Floats:
+    """Scores with another scale, which dQ and dK have too where it is ``everywhere``."""
+    scores = STEPS["Y"](changed(c, s=x))
+    c.s = x if everywhere else c.s
+    return np.asarray(scores)
+
+
+def _read(lse: Lse, c: Context) -> Floats:
+    """P of such an lse in the place of the right one; one of another base, that of its own."""
+    with np.errstate(over="ignore"):
+        L = np.where(np.isneginf(c.L), np.inf, lse(c.L, row_max(c)))
+        return np.asarray(c.r(np.exp(c.S - L[..., None])))
+
+
+def _plain_exp(c: Context) -> tuple[Floats, Floats]:
+    with np.errstate(all="ignore"):
+        weights = np.exp(c.S.astype(np.float32))
+        sums = weights.sum(axis=-1)
+        P = weights / np.where(sums == 0, 1, sums)[..., None]
+        return np.log(sums.astype(np.float64)), P.astype(np.float64)
+
+
+def _fewer(operand: str, columns: int, c: Context) -> Floats:
+    """The first columns."""
+    return np.asarray(getattr(c, operand)[..., :columns])
+
+
+def _columns(columns: int) -> Store:
+    """Columns from there on stay 0."""
+
+    def of(g: Geometry) -> At:
+        j = g.everywhere.j
+        return g.everywhere._replace(j=np.where(j < columns, j, -1))
+
+    names = [name for names in STAGES.values() for name in names if name not in OF_SLOTS]
+    return stored(Map("columns", "", of), names)
+
+
+def _of_backward(question: Question) -> Iterator[Bug]:
+    if question.mask_window != (-1, -1):
+        text = "of unmasked attention"
+        yield Bug("delta-of-another-out", text, BACKWARD, steps={"D": _of_unmasked})
+    masked = {"dS": lambda c: c.r(np.where(c.W > 0, c.dP - c.D[..., None], 0.0))}
+    yield Bug("softmax-backward-without-p", "", BACKWARD, steps=masked)
+    shapes = {"dq": question.q.shape, "dk": question.k.shape, "dv": question.v.shape}
+    for one, other in (("dk", "dv"), ("dq", "dk"), ("dq", "dv")):
+        if shapes[one] == shapes[other]:
+            text = f"{one} and {other}"
+            yield Bug("gradients-swapped", text, BACKWARD, store=_swapped(one, other))
+
+
+def _of_unmasked(c: Context) -> Floats:
+    P = STEPS["softmax"](changed(c, S=c.G * c.cap[0]))[1]
+    return np.asarray((P * c.dP).sum(axis=-1) - c.dL)
+
+
+def _swapped(one: str, other: str) -> Store:
+    return lambda question, answers: answers | {one: answers[other], other: answers[one]}

@@ -7,18 +7,9 @@ from operator import attrgetter
 
 import numpy as np
 
-from rawattn.check.diagnose.catalogue import maps
+from rawattn.check.diagnose.catalogue import maps, reading
 from rawattn.check.diagnose.catalogue.maps import Map
-from rawattn.check.diagnose.catalogue.reading import (
-    ARRAYS,
-    OF_KEYS,
-    OPERANDS,
-    of_view,
-    reading,
-    stored,
-    taken,
-    whole,
-)
+from rawattn.check.diagnose.catalogue.reading import ARRAYS, OF_KEYS, OPERANDS
 from rawattn.check.diagnose.catalogue.second_order import of_one_pass, with_values
 from rawattn.check.diagnose.engine.attention import TILES, Bug
 from rawattn.check.diagnose.engine.question import BY_ROW, STAGES, Question
@@ -114,7 +105,7 @@ def _read(question: Question, stage: str, wrong: Names, right: Names, b: int) ->
         for by in [*by_kind[numbers], *of_tiles, *of_keys]:
             if by.family == "heads" and len(names) > 1 and not numbers:
                 continue
-            kind, steps = _kind(names, by), reading({name: name for name in names}, by)
+            kind, steps = _kind(names, by), reading.reading({name: name for name in names}, by)
             text = f"{', '.join(word(OPERANDS[name], stage) for name in names)}: {by.words}"
             alike = (names, *(by.in_sequence(maps.geometry(question, name), b) for name in names))
             yield Bug(kind, text, (stage,), steps=steps, alike=alike)
@@ -148,13 +139,11 @@ def _operands(question: Question, stage: str, wrong: Names, right: Names, b: int
                 yield Bug(kind, f"{text}: {by.words}", (stage,), steps=steps, alike=key)
         for operand, other in (pair for some in alike for pair in itertools.permutations(some, 2)):
             if operand in operands:
-                text = f"{word(other, stage)} for {word(operand, stage)} in {product}"
-                ways = {text: {operand: attrgetter(other)}}
+                own, of = word(operand, stage), word(other, stage)
+                ways = {f"{of} for {own} in {product}": {operand: attrgetter(other)}}
                 if other in operands and operand < other:
-                    text = (
-                        f"{word(operand, stage)} and {word(other, stage)} in {product}, exchanged"
-                    )
-                    ways[text] = {operand: attrgetter(other), other: attrgetter(operand)}
+                    both = {operand: attrgetter(other), other: attrgetter(operand)}
+                    ways[f"{own} and {of} in {product}, exchanged"] = both
                 for text, values in ways.items():
                     steps = {step: with_values(step, **values)}
                     yield Bug("arguments-swapped", text, (stage,), steps=steps)
@@ -189,7 +178,7 @@ def _kind(names: Collection[str], by: Map) -> str:
 
 
 def _elsewhere(name: str, by: Map, c: Context) -> Floats:
-    return of_view(c, name, whole(c.question, c.given, name, name, by))
+    return reading.of_view(c, name, reading.whole(c.question, c.given, name, name, by))
 
 
 def _moved(operand: str, by: Map, c: Context) -> Floats:
@@ -197,7 +186,7 @@ def _moved(operand: str, by: Map, c: Context) -> Floats:
     name = ARRAYS.get(operand, "q")
     rows = c.view.keys if name in OF_KEYS else c.view.rows
     at = by.of(maps.geometry(c.question, name)).t[rows, 0, 0] - rows[:1]
-    return taken(getattr(c, operand), at, -2)
+    return reading.taken(getattr(c, operand), at, -2)
 
 
 def rearranged(question: Question, names: Sequence[str]) -> Iterator[Bug]:
@@ -214,10 +203,7 @@ def rearranged(question: Question, names: Sequence[str]) -> Iterator[Bug]:
         for nothing in (0.0, -np.inf) if names[0] in ("lse", "jvp lse") else (0.0,):
             for how, way in ways.items():
                 text = f"{whose}{how}: {by.words.replace('read', 'stored')}"
-                yield Bug(kind, text, stages, store=stored(by, names, nothing, way))
-
-
-# ---- arrays in each other's place -------------------------------------------------------------
+                yield Bug(kind, text, stages, store=reading.stored(by, names, nothing, way))
 
 
 def _given(question: Question, names: Iterable[str]) -> bool:
@@ -243,4 +229,4 @@ def _permuted(question: Question, stage: str) -> Iterator[Bug]:
         if not _given(question, moved.values()):
             continue
         text = ", ".join(f"{of} for {to}" for to, of in moved.items())
-        yield Bug("arguments-swapped", text, (stage,), steps=reading(moved))
+        yield Bug("arguments-swapped", text, (stage,), steps=reading.reading(moved))

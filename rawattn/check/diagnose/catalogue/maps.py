@@ -252,28 +252,21 @@ def _of_others(other: Origin, g: Geometry) -> Ints:
 
 
 def heads(question: Question) -> Iterator[Map]:
-    """The same row of other heads; those of groups mean nothing to keys."""
-    for words, head in heads_in_words(question).items():
-        yield Map("heads", words, partial(_heads, head))
-
-
-def heads_in_words(question: Question) -> dict[str, Callable[[Ints, int, int], Ints]]:
-    """HEADS that are not alike here for queries, the words of those that are as one."""
-    count = len(HEADS) if question.group > 1 else 3
-    alike: dict[bytes, list[str]] = {}
-    for words, head in itertools.islice(HEADS.items(), count if question.num_heads_q > 1 else 0):
-        h = np.arange(question.num_heads_q)
-        taken = np.broadcast_to(head(h, len(h), question.group), h.shape)
+    """The same row of other heads, by the words of those that are alike here for queries as one;
+    those of groups mean nothing to keys."""
+    h, alike = np.arange(question.num_heads_q), dict[bytes, list[str]]()
+    for words, taken in other_heads(h, len(h), question.group).items():
         if not np.array_equal(taken, h):
             alike.setdefault(taken.tobytes(), []).append(words)
-    return {" or ".join(words[:3]): HEADS[words[0]] for words in alike.values()}
+    for several in alike.values():
+        yield Map("heads", " or ".join(several[:3]), partial(_heads, HEADS[several[0]]))
 
 
 def other_heads(own: Ints, count: int, group: int) -> dict[str, Ints]:
     """What query heads may take for their ``own`` one of so many; none where there is one alone."""
     h, tables = np.arange(len(own)), [*HEADS.items()]
     found = {words: head(own, count, 1) for words, head in tables[:3]}
-    found |= {words: head(h, len(own), group) % count for words, head in tables[3:]}
+    found |= {words: head(h, len(own), group) % count for words, head in tables[3:] if group > 1}
     return found if count > 1 else {}
 
 

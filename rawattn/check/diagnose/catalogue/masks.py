@@ -12,8 +12,6 @@ from rawattn.check.diagnose.engine.attention import BACKWARD, FIRST, TILES, Bug,
 from rawattn.check.diagnose.engine.question import Question
 from rawattn.check.diagnose.engine.steps import OWN_P
 
-# ---- masks ------------------------------------------------------------------------------------
-
 
 def distances(question: Question, view: View, top_left: bool = False) -> np.ndarray:
     """How far a key lies behind the query's own position, (n, m); keys before are negative."""
@@ -93,9 +91,6 @@ def masks(question: Question) -> Iterator[Bug]:
         for words, own in (("exp(S - lse)", {}), ("softmax", OWN_P)):
             text = f"{form}, {words}"
             yield Bug("mask-missing-in-backward", text, BACKWARD, window.see, own)
-
-
-# ---- padding and neighbours -------------------------------------------------------------------
 
 
 def _more_keys(

@@ -1,6 +1,6 @@
 """Bugs of what few problems have: a softcap, sinks, keys that are not in use."""
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from functools import partial
 
@@ -14,36 +14,14 @@ from rawattn.reference.dense import allowed
 
 DERIVED = ("backward", "second", "jvp")
 ALL = 1 << 40  # keys: more than there are
-Curve = Callable[[Floats, float], tuple[Floats, Floats]]  # other scores, and their derivative
-# what somebody makes of uncapped scores S with a number c, beside c tanh(S / c)
-CURVES: dict[str, Curve] = {
-    "clipped at {c}": lambda S, c: (np.clip(S, -c, c), 1.0 * (abs(S) < c)),
-    "their absolute values": lambda S, c: (np.abs(S), np.sign(S)),
-    "{c} S / ({c} + |S|)": lambda S, c: (c * S / (c + abs(S)), (c / (c + abs(S))) ** 2),
-}
-# what somebody takes for the slope 1 - T^2 with T = tanh(Y / c), of uncapped scores Y
-Slope = Callable[[Floats, Floats, float], Floats]
-SLOPES: dict[str, Slope] = {
-    "the slope is 1 - tanh, not squared": lambda T, Y, c: 1 - T,
-    "the slope is 1 - S^2, not divided by the cap": lambda T, Y, c: 1 - (c * T) ** 2,
-    "the slope is 1 - tanh(S / c)^2 of capped scores": lambda T, Y, c: 1 - np.tanh(T) ** 2,
-}
-
-
-def bent(curve: Curve, x: float, c: Context) -> tuple[Floats, Floats, float]:
-    """The step ``cap`` with another function."""
-    return *curve(c.Y, x), 0.0
 
 
 def bugs(question: Question) -> Iterator[Bug]:
     """Every bug of the catalogue that is about them."""
     if question.softcap is not None:
         yield Bug("softcap-dropped", steps={"cap": lambda c: (c.Y, 1.0, 0.0)})
-        name = "softcap-slope-omitted"
         straight: Step = lambda c: (STEPS["cap"](c)[0], 1.0, 0.0)  # noqa: E731
-        yield Bug(name, "1 in its place", DERIVED, steps={"cap": straight})
-        for words, slope in SLOPES.items():
-            yield Bug(name, words, ("backward",), steps={"dY": partial(_bent_by, slope)})
+        yield Bug("softcap-slope-omitted", "1 in its place", DERIVED, steps={"cap": straight})
     if question.sinks is not None:
         none = partial(_with, lambda c: None)
         L, P, P0 = (lambda c: none(c)[0]), (lambda c: none(c)[1]), {"P0": lambda c: 0.0}
@@ -63,12 +41,6 @@ def bugs(question: Question) -> Iterator[Bug]:
             yield Bug("seqused-ignored", text, see=_at_all_keys)
 
 
-def _bent_by(slope: Slope, c: Context) -> Floats:
-    """dY with another slope."""
-    cap = float(c.question.softcap)
-    return np.asarray(c.G * slope(np.tanh(c.Y / cap), c.Y, cap) * c.dS)
-
-
 def _other_sinks(question: Question) -> Iterator[Bug]:
     sinks, h = np.asarray(question.sinks, dtype=np.float64), np.arange(question.num_heads_q)
     raised: Step = lambda c: c.sink + c.S.max(axis=-1, initial=-np.inf)  # noqa: E731
@@ -76,8 +48,8 @@ def _other_sinks(question: Question) -> Iterator[Bug]:
     yield Bug("sinks-misplaced", text, FORWARD, steps=with_sink(raised))
     factors = {"softmax_scale ": question.scale, "log2(e) ": LOG2_E, "ln 2 ": 1 / LOG2_E, "0 ": 0.0}
     found = {f"exp({words}sink)": x * sinks for words, x in factors.items()}
-    for words, head in maps.heads_in_words(question).items():
-        found[f"that of {words}"] = sinks[head(h, len(h), question.group)]
+    for words, heads in maps.other_heads(h, len(h), question.group).items():
+        found[f"that of {words}"] = sinks[heads]
     for words, others in found.items():
         if (others != sinks).any():
             steps = with_sink(partial(_of_heads, others))
@@ -95,7 +67,7 @@ def _of_heads(sinks: Floats, c: Context) -> Floats:
 
 def _with(sink: Step, c: Context) -> tuple[Floats, Floats]:
     L, P = STEPS["softmax"](changed(c, sink=sink(c)))
-    return np.asarray(L), np.asarray(P)
+    return L, P
 
 
 def _used(more: int, question: Question, views: tuple[View, ...]) -> Sequence[View]:

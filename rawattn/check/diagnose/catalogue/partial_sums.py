@@ -248,9 +248,6 @@ def merged(parts: Parts, out: str = RIGHT, lse: str = RIGHT) -> Results:
     return Results(O, L, np.zeros_like(L), np.zeros_like(O))
 
 
-# ---- planted ----------------------------------------------------------------------------------
-
-
 def steps(stage: str, cut: Cut, of: Callable[[Parts], Results]) -> Mapping[str, Step]:
     """A forward pass, or one in forward mode, whose results are made of parts."""
 

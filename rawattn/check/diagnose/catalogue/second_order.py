@@ -79,7 +79,8 @@ def at(sites: Sequence[str], **values: Step) -> dict[str, Step]:
     return steps
 
 
-def _times(name: str, factor: float) -> Step:
+def multiple(name: str, factor: float) -> Step:
+    """A value of the context, so many times."""
     return lambda c: factor * getattr(c, name)
 
 
@@ -114,7 +115,7 @@ def _through_softmax(c: Context) -> Floats:
 
 # ---- the table --------------------------------------------------------------------------------
 
-NO_P: Step = _times("P", 0.0)
+NO_P: Step = multiple("P", 0.0)
 NO_ROWS: Step = lambda c: np.zeros(c.S.shape[:2])  # noqa: E731
 UNDIVIDED: dict[str, Step] = {"P0": sunk(lambda c: np.exp(c.sink - np.maximum(row_max(c), c.sink)))}
 GV = at(["gv"], tP=_uncentred)
@@ -200,7 +201,7 @@ def lacking(question: Question) -> str:
 def _of_directions(some: Sequence[str], factor: float) -> dict[str, Step]:
     named = [DIRECTIONS[name] for name in some]
     sites = [site for _, sites in named for site in sites]
-    return at(sites, **{name: _times(name, factor) for name, _ in named})
+    return at(sites, **{name: multiple(name, factor) for name, _ in named})
 
 
 def _made(steps: Sequence[str], factor: float) -> dict[str, Step]:
@@ -214,7 +215,7 @@ def _made(steps: Sequence[str], factor: float) -> dict[str, Step]:
 
 def _read(sites: Sequence[str], name: str, factor: float) -> dict[str, Step]:
     """A value of the context, where these read it, so many times."""
-    return at(sites, **{name: _times(name, factor)})
+    return at(sites, **{name: multiple(name, factor)})
 
 
 def _centred(sites: Sequence[str], factor: float) -> dict[str, Step]:

@@ -14,7 +14,7 @@ from rawattn.check.diagnose.catalogue.reading import taken
 from rawattn.check.diagnose.catalogue.second_order import of_one_pass
 from rawattn.check.diagnose.engine.attention import FIRST, TILES, Bug, View, Views
 from rawattn.check.diagnose.engine.question import Answers, Question
-from rawattn.check.diagnose.engine.steps import STEPS, Context, Floats, Step, changed
+from rawattn.check.diagnose.engine.steps import STEPS, Context, Floats, changed
 from rawattn.reference.dense import allowed
 
 Ints = np.ndarray
@@ -63,9 +63,6 @@ def candidates(question: Question, stage: str, wrong: Collection[str], b: int) -
         yield from map(of_one_pass, loops) if stage == "second" else loops
 
 
-# ---- sequences in each other's place, rest of tiles -------------------------------------------
-
-
 def _of_sequences(question: Question) -> Iterator[Bug]:
     """Keys of another sequence, all of them, which gradients go to, or as many."""
     for words, other in maps.OTHERS.items() if question.batch > 1 else ():
@@ -102,12 +99,14 @@ def _of_tails(question: Question) -> Iterator[Bug]:
         see = partial(_owned, tile, stored)
         yield Bug("neighbour-leak", f"rows of q {text}", FIRST, see, store=_all)
         if stored:
-            zeros: dict[str, Step] = {"Y": lambda c: STEPS["Y"](c) * _its_own(c)[:, None]}
+            zeros = {"Y": _of_zeros}
             yield Bug("neighbour-leak", f"zeros for q {text}", FIRST, see, zeros, store=_all)
 
 
-def _its_own(c: Context) -> Ints:
-    return np.asarray(c.view.rows < c.question.cu_seqlens_q[c.view.sequence + 1])
+def _of_zeros(c: Context) -> Floats:
+    """Scores where there are zeros behind the sequence's own rows."""
+    own = c.view.rows < c.question.cu_seqlens_q[c.view.sequence + 1]
+    return np.asarray(STEPS["Y"](c) * own[:, None])
 
 
 def _owned(tile: int, stored: bool, question: Question, views: Views) -> Sequence[View]:
@@ -123,9 +122,6 @@ def _owned(tile: int, stored: bool, question: Question, views: Views) -> Sequenc
         rows = np.flatnonzero(owner == b) if stored else np.arange(starts[b], stops[b])
         found.append(Window(*bounds(question)).of(question, replace(view, rows=rows)))
     return found
-
-
-# ---- stages of loops --------------------------------------------------------------------------
 
 
 def _of_loops(question: Question, stage: str, wrong: set[str], b: int) -> Iterator[Bug]:

@@ -44,8 +44,7 @@ WORDS: dict[str, dict[str, str]] = {
     "jvp": {"t": "t", "e": "tlse", "out": "tout"},
     "second": {"t": "dd", "e": "ddlse", "out": "ddout"},
 }
-OVER, LACKS, TWICE = "tile-overwrites", "tile-skipped", "tile-counted-twice"
-SCALE = "output-scale"
+OVER, LACKS, TWICE, SCALE = "tile-overwrites", "tile-skipped", "tile-counted-twice", "output-scale"
 EVENTS: tuple[tuple[str, str, Factor], ...] = (
     (OVER, "the last tile alone", lambda c, at, n: at == n - 1),
     (OVER, "the first tile alone", lambda c, at, n: at == 0),

@@ -14,9 +14,6 @@ from rawattn.check.diagnose.engine.attention import FIRST, TILES, Bug, See, View
 from rawattn.check.diagnose.engine.question import BY_ROW, OF_KEYS, OF_SLOTS, Answers, Question
 from rawattn.check.diagnose.engine.steps import STEPS, Context, Floats
 
-# ---- tiles ------------------------------------------------------------------------------------
-
-
 # of queries (n, 1) and keys (1, m), by their places in a view, which pairs, for a size of tile
 Part = Callable[[np.ndarray, np.ndarray, int, int, int], np.ndarray]
 TAILS: dict[str, Part] = {
@@ -58,9 +55,6 @@ def _often(part: Part, tile: int, factor: float) -> See:
         return replace(view, weight=view.weight * np.where(there, factor, 1.0))
 
     return lambda question, views: [of(view) for view in views]
-
-
-# ---- rows without keys ------------------------------------------------------------------------
 
 
 def dead(question: Question) -> np.ndarray:

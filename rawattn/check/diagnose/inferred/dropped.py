@@ -9,10 +9,10 @@ from itertools import chain
 
 import numpy as np
 
-from rawattn.check.diagnose.catalogue.second_order import with_values
 from rawattn.check.diagnose.catalogue.tile_sums import OPERANDS, RESULTS
-from rawattn.check.diagnose.engine.attention import Bug, Context, Floats
+from rawattn.check.diagnose.engine.attention import Bug
 from rawattn.check.diagnose.engine.question import by_rows, side_of
+from rawattn.check.diagnose.engine.steps import STEPS, Context, Floats, changed
 from rawattn.check.diagnose.evidence.places import Places, places_of
 from rawattn.check.diagnose.evidence.rules import Span
 from rawattn.check.diagnose.inferred.sample import Sample
@@ -77,9 +77,5 @@ def _bounds(name: str, places: Places, wrong: dict[str, Array | None]) -> Iterat
 
 def _without(span: Span, step: str, c: Context) -> Floats:
     kept = ~of_view(c, span.holds(places_of(c.question))[None])
-    operands = {name: partial(_masked, name, kept) for name in OPERANDS[step]}
-    return np.asarray(with_values(step, **operands)(c))
-
-
-def _masked(name: str, kept: Array, c: Context) -> Floats:
-    return np.where(kept, getattr(c, name), 0.0)
+    operands = {name: np.where(kept, getattr(c, name), 0.0) for name in OPERANDS[step]}
+    return np.asarray(STEPS[step](changed(c, **operands)))

@@ -14,7 +14,7 @@ from rawattn.check.diagnose.engine.attention import Bug, Floats, Given, solve
 from rawattn.check.diagnose.engine.effort import spent
 from rawattn.check.diagnose.engine.question import BY_ROW, OF_KEYS, Answers, Question, by_rows
 from rawattn.check.diagnose.evidence.precision import relative_residual
-from rawattn.check.diagnose.inferred import accumulators, dropped, shares
+from rawattn.check.diagnose.inferred import accumulators, dropped
 from rawattn.check.diagnose.inferred.sample import WHOLE, Sample, is_wrong, stored
 
 EFFORT = 3000.0  # units, for the listed ones of one stage, at most
@@ -33,7 +33,7 @@ def bugs(question: Question, answers: Answers, stage: str) -> Iterator[Bug]:
             return
         yield from _constants(sample)
         yield from accumulators.bugs(sample)
-        yield from chain(shares.bugs(sample), shares.without_D(sample))
+        yield from chain(accumulators.of_heads(sample), accumulators.without_D(sample))
         yield from _rearranged(sample)
         right, first = sample.found.keys() - wrong, sample.sequence
         listed = chain(
@@ -56,9 +56,6 @@ def _givens(question: Question, answers: Answers, stage: str) -> Iterator[Given]
         yield given
     if given is None or (question.passed is None and is_wrong(question, given)):
         yield right["out"], right["lse"]
-
-
-# ---- constants --------------------------------------------------------------------------------
 
 
 def _constants(sample: Sample) -> Iterator[Bug]:
@@ -85,9 +82,6 @@ def _in_words(x: float, q: Question) -> str:
         known[f"{'-' * (x < 0)}2^{power}"] = math.copysign(2.0**power, x)
     near = [text for text, y in known.items() if math.isclose(x, y, rel_tol=CLOSE)]
     return " = ".join([f"{x:.4g}", *near])
-
-
-# ---- places of results ------------------------------------------------------------------------
 
 
 def _rearranged(sample: Sample) -> Iterator[Bug]:

@@ -8,13 +8,8 @@ import numpy as np
 from rawattn.check.diagnose.engine.attention import Bug, Floats, Given, Passed, Store, View, solve
 from rawattn.check.diagnose.engine.effort import over
 from rawattn.check.diagnose.engine.question import BY_ROW, STAGES, Answers, Question, by_rows
-from rawattn.check.diagnose.evidence.precision import (
-    defined,
-    eps_of,
-    finite,
-    relative_residual,
-    residual,
-)
+from rawattn.check.diagnose.evidence import precision
+from rawattn.check.diagnose.evidence.precision import eps_of, finite, relative_residual
 
 LEAST, MOST = 1000, 80 * 80 * 2  # scores of a sample: others are taken where they show much more
 ZERO = 1e-6  # of the square of a number: what is small in no row may be 0 but for rounding
@@ -35,12 +30,18 @@ def stored(name: str, change: Callable[[Floats], Floats]) -> Store:
     return store
 
 
+def in_rows(rows: Answers, inside: Answers, outside: Answers) -> Answers:
+    """Answers ``outside``, but for rows (tokens, heads) of some of them, which are ``inside``."""
+    at = {name: (of.T if name in BY_ROW else of[..., None]) for name, of in rows.items()}
+    return {n: np.where(at[n], inside[n], x) if n in at else x for n, x in outside.items()}
+
+
 def is_wrong(question: Question, given: Passed) -> bool:
     """Whether an out and lse are other numbers than the right ones, by more than rounding."""
     right, off = solve(question, "forward"), []
     for name, x in zip(("out", "lse"), given, strict=True):
         pair = by_rows(name, x), by_rows(name, right[name])
-        off.append(relative_residual(*pair, defined(question, name, right[name])))
+        off.append(relative_residual(*pair, precision.defined(question, name, right[name])))
     return max(off) > 16 * eps_of(question.q)
 
 
@@ -85,7 +86,7 @@ class Sample:
     def _left(self, name: str, wanted: Floats, sequence: int) -> Floats:
         """What a prediction leaves of an answer of a sequence, relative to its size, by head."""
         rows = self.question.span(name, sequence)
-        left = np.square(residual(self.found[name], wanted, rows)).sum(axis=(0, 2))
+        left = np.square(precision.residual(self.found[name], wanted, rows)).sum(axis=(0, 2))
         if (name, sequence) not in self.sizes:
             size = np.square(finite(self.found[name][rows])).sum(axis=(0, 2))
             size = size + ZERO * np.square(finite(self.found[name])).mean()

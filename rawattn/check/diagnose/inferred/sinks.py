@@ -48,8 +48,7 @@ def _terms(question: Question, given: Passed, stage: str) -> dict[str, tuple[Flo
         parts = {"ddsinks D": moved * D, "e D": -e * D, "W": W}
         whole, text = sum(parts.values()), "((ddsinks - e) D + W)"
         weights, rows = {ITS: weights[ITS]}, {text: whole}
-        for how, often in (("without", -1), ("with the other sign of", -2), ("with twice", 1)):
-            rows |= {f"{text} {how} {n}": whole + often * x for n, x in parts.items()}
+        rows |= {f"{text} without {name}": whole - x for name, x in parts.items()}
         rows[f"{text} without dlse in D"] = whole + (moved - e) * dlse
     first = next(iter(rows))
     return {
@@ -75,19 +74,13 @@ def _weights(question: Question, sinks: Floats, lse: Floats) -> dict[str, Floats
 def _rows(question: Question) -> dict[str, Floats]:
     """Rows (total_q,) of which there may be a sum."""
     b, i = question.sequence_of("q"), question.place_of("q")
-    n = np.array([*question.lengths_q, 0])[b]
-    found = {ALL: b >= 0, "the last sequence alone": b == b.max(initial=-1)}
-    m = np.array([*question.lengths_k, 0])[b]
-    found["queries of sequences with keys"] = m > 0
+    n, m = (np.array([*lengths, 0])[b] for lengths in (question.lengths_q, question.lengths_k))
+    final = b == b.max(initial=-1)
+    found = {ALL: b >= 0, "the last sequence alone": final, "queries of sequences with keys": m > 0}
     last = i + m - n if question.mask_window[1] == 0 else m - 1  # the last key that is seen
     for t in TILES:
-        of_tiles = f"{ALL}, once for every tile of {t} keys"
+        of_tiles, tail = f"{ALL}, once for every tile of {t} keys", i // t == (n - 1) // t
         found |= {of_tiles: -(-m // t), f"{of_tiles} that it sees": np.maximum(last // t + 1, 0)}
-        found |= {
-            f"queries but those of a partial tile of {t}": i < n // t * t,
-            f"the last tile of {t} queries of each sequence": i // t == (n - 1) // t,
-            f"the first tile of {t} queries of each sequence": i < t,
-            f"the last tile of {t} queries of the last sequence": (b == b.max(initial=-1))
-            & (i // t == (n - 1) // t),
-        }
+        found[f"the last tile of {t} queries of each sequence"] = tail
+        found[f"the last tile of {t} queries of the last sequence"] = tail & final
     return {of: often * (b >= 0.0) for of, often in found.items()}

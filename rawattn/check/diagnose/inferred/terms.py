@@ -89,8 +89,7 @@ def _alone(sample: Sample, terms: Sequence[Term]) -> list[Bug]:
 def _told(sample: Sample, term: Term, factor: float) -> tuple[str, str, float]:
     """The class of what counts so often, in words, and the number that is meant."""
     s = sample.question.scale
-    scales = {"without s": 1 / s, "with s twice": s}
-    scales |= {"in base 2": LOG2_E, "times ln 2": 1 / LOG2_E}
+    scales = {"without s": 1 / s, "with s twice": s, "in base 2": LOG2_E, "times ln 2": 1 / LOG2_E}
     known = {"with the wrong sign": -1.0, "twice": 2.0, "half of it": 0.5, **scales}
     if abs(factor) < NEAR:
         return term.name, term.none, 0.0

@@ -1,35 +1,23 @@
 """Rows that nobody writes: one and the same number stands in all of them; and rows of NaN, or inf,
 or without keys, where all else is right: whose they are, or that rows without keys make them."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from functools import partial
 
 import numpy as np
 
 from rawattn.check.diagnose.catalogue.tiles import dead
 from rawattn.check.diagnose.engine.attention import Bug, sequences, solve
-from rawattn.check.diagnose.engine.question import (
-    BY_ROW,
-    OF_KEYS,
-    STAGES,
-    Answers,
-    Question,
-    by_rows,
-)
+from rawattn.check.diagnose.engine.question import OF_KEYS, STAGES, Answers, Question, by_rows
 from rawattn.check.diagnose.evidence.precision import finite
 from rawattn.check.diagnose.evidence.structure import where
-from rawattn.check.diagnose.inferred.sample import Sample
+from rawattn.check.diagnose.inferred.sample import Sample, in_rows
 
 OFF = 1e-3  # of the size: what a row must be off by
 SHARE = 0.9  # of all rows, at most
 UNTOLD = ("delta", "dblock_scale", "gblock_scale")  # may be constant
 Rows = np.ndarray  # (tokens, heads)
 Found = dict[str, Rows]  # of tensors
-KINDS: dict[str, Callable[[np.ndarray], np.ndarray]] = {
-    "NaN": np.isnan,
-    "inf": np.isposinf,
-    "-inf": np.isneginf,
-}
 
 
 def bugs(question: Question, answers: Answers, stage: str) -> Iterator[Bug]:
@@ -128,14 +116,9 @@ def _whole_sequences(question: Question, found: Found) -> bool:
     return bool((rows == (of & alive & rows.any(axis=0))).all())
 
 
-def _stored(found: Found, held: Answers, question: Question, answers: Answers) -> Answers:
+def _stored(found: Found, held: Answers, _: Question, answers: Answers) -> Answers:
     """What was ``held`` in these rows, in place of the answers."""
-    stored = {name: x.copy() for name, x in answers.items()}
-    for name, rows in found.items():
-        if name in stored:
-            at = rows.T if name in BY_ROW else rows
-            stored[name][at] = held[name][at]
-    return stored
+    return in_rows(found, held, answers)
 
 
 def _in_words(sample: Sample, found: Found) -> str:
@@ -143,7 +126,8 @@ def _in_words(sample: Sample, found: Found) -> str:
     for name, rows in found.items():
         x = sample.found[name][rows]
         number = f"{x.flat[0]:g}" if (x == x.flat[0]).all() else "another number"
-        kinds = [words for words, of in KINDS.items() if of(x).any()] or [number]
+        none = np.unique(x[~np.isfinite(x)])[::-1]
+        kinds = [f"{kind:g}".replace("nan", "NaN") for kind in none] or [number]
         places = [*where(sample.question, name, rows)][1:] or ["every one"]
         text = f"is {' or '.join(kinds)} in some rows, {', '.join(places).replace('only ', 'of ')}"
         texts.setdefault(text, []).append(name)

@@ -1,7 +1,7 @@
 """``diagnose``: which side is wrong, and which bug it is, with the evidence. Each side is judged on
-its own: by the bugs of the catalogue (``match``), by whose rounding it is (``rounding``), by other
-runs (``runs``), and by proofs from structure for bugs that nobody can plant (``proofs``). What
-stages have in common is one finding. Long by the evidence in words."""
+its own: by the bugs of the catalogue (``match``), by whose rounding it is (``rounding``), and by
+proofs from other runs and from structure for bugs that nobody can plant (``proofs``). What stages
+have in common is one finding. Long by the evidence in words."""
 
 import math
 from collections.abc import Callable, Mapping, Sequence
@@ -16,7 +16,6 @@ from rawattn.check.diagnose.engine.attention import empty
 from rawattn.check.diagnose.engine.effort import spent
 from rawattn.check.diagnose.engine.parts import part as sequences_of
 from rawattn.check.diagnose.engine.question import OF_KEYS, OF_SINKS, Answers, Question, by_rows
-from rawattn.check.diagnose.evidence.runs import Runs
 from rawattn.check.diagnose.evidence.sight import mask_rule, sight_of
 from rawattn.check.diagnose.findings import NAMELESS, Diagnosis, Finding
 from rawattn.check.diagnose.judge import proofs, rounding
@@ -136,8 +135,7 @@ def _few(lengths: Sequence[int]) -> str:
 def _judge(
     question: Question, answers: Answers, side: str, call: Call | None, until: float, told: Readings
 ) -> tuple[list[Finding], list[str]]:
-    runs = None if call is None else Runs(question, call)
-    races = [] if runs is None else [*runs.failing("race")]
+    races = [] if call is None else proofs.of_race(question, call, side)
     answers = {} if races else answers  # which cannot be judged
     empty_ones, answers = proofs.of_empty(question, answers, side)
     verdicts: list[StageVerdict] = []
@@ -159,9 +157,7 @@ def _judge(
     zeros = any(one.bug == "vacuous" for one in empty_ones)
     for verdict in verdicts:
         findings += rounding.of_right(verdict, side, zeros=zeros)
-    findings += empty_ones
-    if runs is not None and all(one.bug == "rounding" for one in findings):
-        findings += proofs.of_runs(side, races or [*runs.failing("score-scale")])
+    findings += [*empty_ones, *races]
     return _merged(findings), facts
 
 

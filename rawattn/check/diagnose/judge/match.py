@@ -20,7 +20,7 @@ from rawattn.check.diagnose.catalogue import first_order, second_order
 from rawattn.check.diagnose.catalogue.sparse import selection
 from rawattn.check.diagnose.engine.attention import NO_BUG, Bug, Floats, Given, solve
 from rawattn.check.diagnose.engine.effort import cuts, over, spend
-from rawattn.check.diagnose.engine.question import BY_ROW, STAGES, Answers, Question, by_rows
+from rawattn.check.diagnose.engine.question import STAGES, Answers, Question, by_rows
 from rawattn.check.diagnose.evidence.precision import (
     Fit,
     Precision,
@@ -33,7 +33,7 @@ from rawattn.check.diagnose.evidence.precision import (
 )
 from rawattn.check.diagnose.evidence.structure import where
 from rawattn.check.diagnose.inferred import inputs, online, terms, unwritten
-from rawattn.check.diagnose.inferred.sample import is_wrong
+from rawattn.check.diagnose.inferred.sample import in_rows, is_wrong
 
 NEAREST = 12  # predictions whose noise is computed, for each tensor
 OF_A_DISTANCE, OF_A_FIT = 0.1, 0.6
@@ -109,10 +109,7 @@ def _searching() -> Iterator[None]:
 
 def _in_rows(rows: dict[str, Floats], right: Answers, _: Question, answers: Answers) -> Answers:
     """``answers`` in these rows (tokens, heads), ``right`` ones in others."""
-    at = {name: (of.T if name in BY_ROW else of[..., None]) for name, of in rows.items()}
-    return {
-        n: np.where(at[n], x, right[n]) if n in at else right.get(n, x) for n, x in answers.items()
-    }
+    return in_rows(rows, answers, {n: right.get(n, x) for n, x in answers.items()})
 
 
 class Explained(NamedTuple):

@@ -2,7 +2,9 @@
 Copies, NaN, arrays that were exchanged, other results for an equal question: no planted computation
 gives these numbers, but their structure says enough. Long, one proof after the other."""
 
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Collection, Sequence
+from contextlib import suppress
+from dataclasses import replace
 from operator import itemgetter
 
 import numpy as np
@@ -11,14 +13,15 @@ from rawattn.check.cases import Case
 from rawattn.check.diagnose.catalogue.classes import CLASSES
 from rawattn.check.diagnose.engine.attention import Given, solve
 from rawattn.check.diagnose.engine.question import STAGES, Answers, Question, by_rows, side_of
-from rawattn.check.diagnose.evidence import structure
+from rawattn.check.diagnose.evidence import precision, structure
 from rawattn.check.diagnose.evidence.precision import defined, eps_of, ladder, relative_residual
-from rawattn.check.diagnose.evidence.runs import Failed
 from rawattn.check.diagnose.findings import Finding
 from rawattn.check.diagnose.inferred import sinks
 from rawattn.check.diagnose.judge.match import StageVerdict
 
 FAR = 0.1  # residual of what may not be a copy, or NaN
+ULPS = {2: 8, 4: 256, 8: 256}  # by itemsize: what another order of a sum may change in a result
+SMALLEST = 2.0**-20  # what a term may be off by in float16 that is too small for a relative error
 OF_SINKS_NOISE = 16  # times what rounding makes of them, beyond which they are wrong
 
 
@@ -138,22 +141,31 @@ def of_sinks(
     return found
 
 
-# ---- other runs ---------------------------------------------------------------------------------
+def of_race(question: Question, call: Callable[[Question], Answers], side: str) -> list[Finding]:
+    """Answers that change when the same is asked again, by more than another order of sums does."""
+    asked, found = replace(question, out=None, lse=None), dict[str, tuple[float, float]]()
+    with suppress(Exception):  # a function may refuse to be asked again
+        first, again = call(asked), call(asked)
+        found = {n: _change(asked, n, first[n], x) for n, x in again.items() if n in first}
+    differ = {name: change for name, change in found.items() if change[0] > change[1]}
+    if not differ:
+        return []
+    most, allowed = max(differ.values(), key=lambda change: change[0] - change[1])
+    said = f"a second, equal call changes them by up to {most:.2g}"
+    said += f"; the order of additions explains {allowed:.1g}"
+    return [finding(side, "race", ", ".join(differ), "proved", (said,))]
 
-RUNS = {  # by what a bug shows, though the results themselves are right
-    "race": "a second, equal call",
-    "score-scale": "another run, with 2 q and half the softmax_scale,",
-}
 
-
-def of_runs(side: str, runs: Sequence[Failed]) -> list[Finding]:
-    """Answers that change when the same is asked again, or what differs in no way that matters."""
-    found = []
-    for bug, where, worst in runs:
-        changes = f"{RUNS[bug]} changes them by up to {worst.value:.2g}"
-        said = f"{changes}; the order of additions explains {worst.allowed:.1g}"
-        found.append(finding(side, bug, where, "proved", (said,)))
-    return found
+def _change(q: Question, tensor: str, first: np.ndarray, again: np.ndarray) -> tuple[float, float]:
+    """What a result changes by at most where it was finite, and what rounding may."""
+    ulps = ULPS[q.dtype.itemsize] * eps_of(q.q)  # also of results in more bits
+    tiny = np.sqrt(max((*q.lengths_q, *q.lengths_k))) * SMALLEST if q.dtype == np.float16 else 0
+    rows = slice(*q.offsets(tensor)[[0, -1]].tolist())
+    before, now = (by_rows(tensor, x)[rows] for x in (first, again))
+    with np.errstate(invalid="ignore"):
+        off = np.abs(np.where(np.isfinite(before) & (now != before), now - before, 0))
+    allowed = float(ulps * np.abs(precision.finite(before)).max(initial=0.0) + tiny)
+    return float(np.nan_to_num(off, nan=np.inf).max(initial=0.0)), allowed
 
 
 # ---- structure --------------------------------------------------------------------------------

@@ -12,7 +12,7 @@ from rawattn.check.diagnose.engine.parts import BY_TOKENS, part
 from rawattn.check.diagnose.engine.question import Answers, Question, by_rows, side_of
 from rawattn.check.diagnose.evidence import structure
 from rawattn.check.diagnose.findings import Finding
-from rawattn.check.diagnose.inferred import shares
+from rawattn.check.diagnose.inferred import accumulators
 from rawattn.check.diagnose.inferred.sample import Sample
 from rawattn.check.diagnose.judge.match import Stage
 from rawattn.check.diagnose.judge.proofs import finding
@@ -88,7 +88,7 @@ def of_all(
     look_at = "offsets in memory (their width), grids, and workspaces: short packs are right"
     given = (side, bug, ", ".join(wrong), "medium", said)
     work = of["dq"] if "dq" in wrong else None
-    for guess in work.planted(shares.without_D(Sample(*work.asked))) if work else ():
+    for guess in work.planted(accumulators.without_D(Sample(*work.asked))) if work else ():
         if all(of[n] is work and work.relative(guess, n) < OFF for n in wrong):
             return [finding(side, guess.bug.name, *given[2:], title=guess.bug.variant)]
     return [finding(*given, title=title, look_at=look_at)]

@@ -9,6 +9,7 @@ from functools import partial
 
 import numpy as np
 
+from rawattn.check.diagnose.evidence.structure import named
 from rawattn.check.diagnose.findings import Diagnosis, Finding
 from rawattn.check.diagnose.judge.proofs import finding
 from rawattn.check.diagnose.logs.pairs import CONSTANT, ROUNDING, Pair, paired
@@ -104,7 +105,7 @@ class Rows:
     @property
     def finding(self) -> Finding:
         """What rows that are wrong prove, or mean where nothing else is known of their side."""
-        where = f"{self.name}, {rows_named(np.unique(np.nonzero(self.wrong)[-1]))}"
+        where = f"{self.name}, {named('row', np.unique(np.nonzero(self.wrong)[-1]))}"
         if self.masked_delta:
             most, first = (f"{np.abs(x).max():.1g}" for x in (self.inside, self.inside[..., 0]))
             inside = (
@@ -184,7 +185,7 @@ def _structure(pair: Pair) -> Finding:
     said = [f"{pair.title}: largest difference {worst:.3g}, values of size {pair.size:.3g}"]
     equal = pair.alike.reshape(-1, pair.alike.shape[-1]).all(axis=-1)
     if equal.any() and not equal.all():
-        said.append(f"they differ in {rows_named(np.flatnonzero(~equal))}, not in others")
+        said.append(f"they differ in {named('row', np.flatnonzero(~equal))}, not in others")
     said += [f"{p.name} is 0 in all printed entries" for p in pair.both if not p.values.any()]
     title = "the two sides differ, in no way that these entries explain"
     side, sure, others = pair.either, "low", tuple[str, ...]()
@@ -202,7 +203,3 @@ def _structure(pair: Pair) -> Finding:
 
 def listed(values: Float64) -> str:
     return ", ".join(f"{value:z.4f}" for value in np.ravel(values)[:SHOWN])
-
-
-def rows_named(rows: np.ndarray) -> str:
-    return f"rows {', '.join(map(str, rows[:SHOWN]))}" + ", ..." * (len(rows) > SHOWN)

@@ -5,7 +5,6 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from functools import partial
 from itertools import product
-from typing import Any
 
 import numpy as np
 
@@ -23,15 +22,13 @@ Of = Callable[[Context], Array]
 ANOTHER = "delta-of-another-out"
 MOST, SAMPLED = 3, 40  # terms of a sum; pairs for every column
 MOST_PAIRS = 0.95
-TERMS: dict[str, Callable[[Array, Array, Array, Any], Array]] = {  # of P, dP, D and dlse
-    "P dP": lambda P, dP, D, dL: P * dP,
-    "P D": lambda P, dP, D, dL: P * D,
-    "dP": lambda P, dP, D, dL: dP,
-    "D": lambda P, dP, D, dL: D + 0 * P,
-    "P^2 dP": lambda P, dP, D, dL: P * P * dP,
-    "P": lambda P, dP, D, dL: P,
-    "P dlse": lambda P, dP, D, dL: P * dL,
-    "dlse": lambda P, dP, D, dL: dL + 0 * P,
+TERMS: dict[str, Callable[[Array, Array, Array], Array]] = {  # of P, dP and D
+    "P dP": lambda P, dP, D: P * dP,
+    "P D": lambda P, dP, D: P * D,
+    "dP": lambda P, dP, D: dP,
+    "D": lambda P, dP, D: D + 0 * P,
+    "P^2 dP": lambda P, dP, D: P * P * dP,
+    "P": lambda P, dP, D: P,
 }
 OVER: dict[str, Callable[[Array, Array], Array]] = {  # of tiles, from the pair's and from the last
     "the tile of {} keys at hand": lambda own, last: own == 0,
@@ -65,15 +62,9 @@ def of_pairs(c: Context, Z: Array) -> Array:
     return np.asarray(np.where(c.W > 0, c.G * c.cap[1] * Z, 0.0))
 
 
-def terms(question: Question) -> list[str]:
-    """The terms that dS may be a sum of, with D as dout . out alone."""
-    return [name for name in TERMS if question.dlse is not None or "dlse" not in name]
-
-
-def of_terms(factors: Mapping[str, float], c: Context) -> Array:
+def _of_terms(factors: Mapping[str, float], c: Context) -> Array:
     """dY of a sum of these."""
-    D, dL = (np.asarray(x)[..., None] for x in (c.D + c.dL, c.dL))
-    total = (x * TERMS[name](c.P, c.dP, D, dL) for name, x in factors.items())
+    total = (x * TERMS[name](c.P, c.dP, c.D[..., None]) for name, x in factors.items())
     return of_pairs(c, np.sum([*total], axis=0))
 
 
@@ -81,28 +72,23 @@ def _sums(part: Part) -> Iterator[Change]:
     """A sum of few of TERMS, with any factors."""
     slopes, there = part.slopes, part.known
     size = np.where(there, part.P * np.abs(slopes.dP - slopes.D), 1.0)[there] * part.noise
-    found = ((n, TERMS[n](part.P, slopes.dP, slopes.D, 0.0)) for n in terms(part.places.question))
+    found = ((name, of(part.P, slopes.dP, slopes.D)) for name, of in TERMS.items())
     basis = {name: (slopes.slope * x)[there] / size for name, x in found}
     for factors in sums_of(basis, slopes.dS[there] / size, MOST):
-        text, name = of_terms_in_words(factors)
-        yield Change([text], name, partial(of_terms, factors), whole=True)
+        text, name = _in_words(factors)
+        yield Change([text], name, partial(_of_terms, factors), whole=True)
 
 
-def of_terms_in_words(factors: Mapping[str, float], dlse: bool = False) -> tuple[str, str]:
-    """What dS of these terms is called, and its class; ``dlse``: D is dout . out alone."""
-    due = dict[str, float]({"P dP": 1, "P D": -1, "P dlse": 1} if dlse else {"P dP": 1, "P D": -1})
-    text, name = f"is {sum_in_words(factors)}, not {sum_in_words(due)}", "unknown"
-    plain = {term: x for term, x in factors.items() if "dlse" not in term}
+def _in_words(factors: Mapping[str, float]) -> tuple[str, str]:
+    """What dS of these terms is called, and its class."""
     if factors == {"P dP": 1}:
-        text, name = "lacks the row term D: it is P dP", "delta-omitted"
-    elif dlse and plain == {"P dP": 1, "P D": -1}:
-        name = "lse-gradient-sign"
-    elif plain.keys() == {"P dP", "P D"}:
-        name = ANOTHER if plain["P dP"] == 1 else "constant-factor"
-    elif plain.keys() <= {"P dP", "P D", "dP", "D"}:
+        return "lacks the row term D: it is P dP", "delta-omitted"
+    name = "arguments-swapped" if factors == {"P": 1} else "unknown"
+    if factors.keys() == {"P dP", "P D"}:
+        name = ANOTHER if factors["P dP"] == 1 else "constant-factor"
+    elif factors.keys() <= {"P dP", "P D", "dP", "D"}:
         name = "softmax-backward-without-p"
-    text = text.replace("P D", "P dout . out") if dlse else text
-    return text, "arguments-swapped" if factors == {"P": 1} else name
+    return f"is {sum_in_words(factors)}, not P dP - P D", name
 
 
 def _columns(part: Part) -> Iterator[Change]:

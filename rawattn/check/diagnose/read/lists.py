@@ -7,16 +7,8 @@ from types import SimpleNamespace
 import numpy as np
 
 from rawattn.check.diagnose.catalogue.sparse import selection
-from rawattn.check.diagnose.engine.attention import (
-    NO_BUG,
-    STEPS,
-    Bug,
-    View,
-    changed,
-    exact,
-    per_key,
-    views_of,
-)
+from rawattn.check.diagnose.engine.attention import NO_BUG, Bug, View, exact, per_key, views_of
+from rawattn.check.diagnose.engine.steps import STEPS, changed
 from rawattn.check.diagnose.evidence.places import Places, log_sum
 from rawattn.check.diagnose.read.probe import Weights
 from rawattn.reference.dense import dead_to_inf

@@ -15,7 +15,7 @@ from rawattn.check.diagnose.evidence import tables
 from rawattn.check.diagnose.evidence.places import places_of
 from rawattn.check.diagnose.evidence.support import Support
 from rawattn.check.diagnose.findings import NAMELESS, PLAIN, Diagnosis, Finding
-from rawattn.check.diagnose.read import beyond, sliding
+from rawattn.check.diagnose.read import branches
 from rawattn.check.diagnose.read.probe import (
     Ask,
     Refused,
@@ -44,7 +44,7 @@ READERS: dict[str, tuple[Callable[..., Any], Callable[..., Said]]] = {
     "forward": (read_forward, said_of),
     "backward": (read_backward, said_of_backward),
 }
-BEYOND = {"jvp": beyond.read_tangents, "second": beyond.read_first_pass}  # no file tells these
+BEYOND = {"jvp": branches.read_tangents, "second": branches.read_first_pass}  # no file tells these
 TELLING = {"forward": "out", "backward": "dv"}  # of who sees whom, on any problem
 FURTHER = 5  # lengths of that problem
 NEAR = {2: 2e-2, 4: 5e-3, 8: 1e-5}  # of a row, by the bytes of the inputs
@@ -149,9 +149,9 @@ def read(question: Question, ask: Callable[[str], Ask | None], known: Known = No
         asked, lacks = ask("forward" if branch else stage), stage in BEYOND and question.tv is None
         if asked is None or lacks or (branch and question.sliding is None):
             continue
-        here = sliding.alone(question) if branch else question
+        here = branches.alone(question) if branch else question
         try:
-            said = _read(here, stage, sliding.asked(question, asked) if branch else asked, known)
+            said = _read(here, stage, branches.asked(question, asked) if branch else asked, known)
         except Refused as why:
             facts.append(f"the {PASSES[stage]} cannot be read off: {why}")
             continue

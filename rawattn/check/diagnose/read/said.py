@@ -10,7 +10,7 @@ from rawattn.check.diagnose.catalogue.second_order import JVP, SECOND, of_one_pa
 from rawattn.check.diagnose.engine.attention import BACKWARD, FIRST, Bug, See, Step
 from rawattn.check.diagnose.evidence.places import Places
 from rawattn.check.diagnose.evidence.support import Support, pairs_of
-from rawattn.check.diagnose.read import lists, sliding
+from rawattn.check.diagnose.read import branches, lists
 from rawattn.check.diagnose.read.contexts import context_of, scores_of
 from rawattn.check.diagnose.read.probe import Weights
 from rawattn.check.diagnose.read.terms import Term
@@ -83,7 +83,7 @@ class Said:
         if self.listed is not None and self.wrong == [_title(self.listed)]:
             words = self.listed.variant
         bug = Bug(self.name or "unknown", words, stages, self.see, self.steps)
-        return sliding.planted(bug) if self.stage == "sliding" else bug
+        return branches.planted(bug) if self.stage == "sliding" else bug
 
     @property
     def bugs(self) -> list[Bug]:

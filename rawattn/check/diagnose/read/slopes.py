@@ -22,7 +22,10 @@ from rawattn.reference.dense import dead_to_inf
 
 Array = np.ndarray
 VERBS = {LESS: "misses pairs", MORE: "has pairs that must not be"}
-POWERS = {"": 0, "t": 1, "t^2": 2, "t^4": 4}  # of t = tanh, the capped score over the cap
+SLOPES: dict[str, Callable[[Array], Array]] = {  # of t = tanh, the capped score over the cap
+    **{"": np.ones_like, "t": lambda t: t, "t^2": lambda t: t**2, "t^4": lambda t: t**4},
+    "tanh(t)^2": lambda t: np.tanh(t) ** 2,
+}
 TRIED = 3  # listed bugs of P that look alike
 IN_ANOTHER_WAY = "is wrong in another way"
 
@@ -184,7 +187,7 @@ def _of_slopes(part: Part) -> Change | None:
     slopes, there = part.slopes, part.known
     due = (part.f * slopes.slope)[there]
     unit = part.noise * np.maximum(np.abs(due), 1e-2)
-    basis = {name: (slopes.S[there] / cap) ** n / unit for name, n in POWERS.items()}
+    basis = {name: of(slopes.S[there] / cap) / unit for name, of in SLOPES.items()}
     if (factors := next(sums_of(basis, due / unit, 3), None)) is None:
         return None
     text = f"has the slope {sum_in_words(factors)} of the softcap, not 1 - t^2, with t its tanh"
@@ -193,7 +196,7 @@ def _of_slopes(part: Part) -> Change | None:
 
 def _with_slope(factors: dict[str, float], c: Context) -> Array:
     t = c.cap[0] / c.question.softcap
-    return np.asarray(c.G * sum(x * t ** POWERS[name] for name, x in factors.items()) * c.dS)
+    return np.asarray(c.G * sum(x * SLOPES[name](t) for name, x in factors.items()) * c.dS)
 
 
 def _form_of(part: Part) -> Change:

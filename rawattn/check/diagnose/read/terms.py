@@ -10,7 +10,6 @@ from typing import Any
 
 import numpy as np
 
-from rawattn.check.diagnose.catalogue import options
 from rawattn.check.diagnose.catalogue.second_order import with_values
 from rawattn.check.diagnose.engine.steps import LOG2_E, STEPS, Context, Step, changed
 from rawattn.check.diagnose.evidence.places import Places, places_of
@@ -18,10 +17,13 @@ from rawattn.check.diagnose.read.contexts import capped, of_view, scores_of
 from rawattn.check.diagnose.read.fields import Field, by_head, number, of_heads, runs_of
 
 Array = np.ndarray
-CURVES: dict[str, options.Curve] = {
+Curve = Callable[[Array, float], tuple[Array, Array]]  # other scores, and their derivative
+CURVES: dict[str, Curve] = {  # of uncapped scores with a number c
     "capped, {c} tanh(S / {c})": lambda S, c: (c * np.tanh(S / c), 1 - np.tanh(S / c) ** 2),
     "not capped": lambda S, c: (S, np.ones_like(S)),
-    **options.CURVES,
+    "clipped at {c}": lambda S, c: (np.clip(S, -c, c), 1.0 * (abs(S) < c)),
+    "their absolute values": lambda S, c: (np.abs(S), np.sign(S)),
+    "{c} S / ({c} + |S|)": lambda S, c: (c * S / (c + abs(S)), (c / (c + abs(S))) ** 2),
 }
 NUMBERS = (*(2.0**n for n in range(-10, 6)), 0.01, 0.1, 3.0, 5.0, 10.0, 20.0, 30.0, 50.0)
 
@@ -148,4 +150,9 @@ def _curves(field: Field, c: Context) -> Iterator[Term]:
         name = "softcap-dropped" if words == "not capped" else "softcap"
         text = f"the scores are {words.format(c=f'{x:.4g}')}"
         text += next((f" ({of})" for y, of in caps.items() if of and np.isclose(x, y, 5e-3)), "")
-        yield Term(text, name, {"cap": partial(options.bent, curve, x)}, (x,))
+        yield Term(text, name, {"cap": partial(_bent, curve, x)}, (x,))
+
+
+def _bent(curve: Curve, x: float, c: Context) -> tuple[Array, Array, float]:
+    """The step ``cap`` with another function."""
+    return *curve(c.Y, x), 0.0

@@ -44,16 +44,13 @@ def bugs(question: Question, different: Callable[[See], bool]) -> Iterator[Bug]:
 
 def misread(question: Question) -> Iterator[Bug]:
     """Factors that are read by a map, alone or with all lists."""
-    names = ["block_indices", *(["block_counts"] if question.block_counts is not None else [])]
+    names = ["block_indices", *["block_counts"] * (question.block_counts is not None)]
     for by in lists.maps_of(question) if question.block_scale is not None else ():
         read = {"G": lambda c, by=by: per_key(c.view, _taken(c.question, by), 1.0)}
         steps = {name: with_values(name, **read) for name in GATED}
         yield Bug(MISREAD, f"block_scale, {by.words}", steps=steps)
         see, words = listed(partial(lists.moved, by, names)), ", ".join(names)
         yield Bug(MISREAD, f"{words} and block_scale, {by.words}", see=see, steps=steps)
-
-
-# ---- its gradient, and where it is left out ---------------------------------------------------
 
 
 NO_GRADIENT: dict[str, Step] = dict.fromkeys(("dG", "gG"), lambda c: np.zeros_like(c.P))
@@ -106,9 +103,6 @@ def _shares(question: Question) -> Iterator[Row]:
 
 def _shared(share: Floats, name: str, c: Context) -> Floats:
     return np.asarray(share[c.view.heads % len(share), None, None] * STEPS[name](c))
-
-
-# ---- which slot -------------------------------------------------------------------------------
 
 
 @lru_cache(maxsize=2)

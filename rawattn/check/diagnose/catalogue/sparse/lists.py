@@ -11,7 +11,7 @@ import numpy as np
 from rawattn.check.diagnose.catalogue import maps
 from rawattn.check.diagnose.engine.attention import Bug, See, View, sparse_views
 from rawattn.check.diagnose.engine.lists import Ints, Lists, by_token, lists_of
-from rawattn.check.diagnose.engine.question import STAGES, Question
+from rawattn.check.diagnose.engine.question import Question
 
 TILES = (4, 6, 8, 16, 32)
 Of = Callable[[Lists], Any]
@@ -29,9 +29,6 @@ def listed(change: Change) -> See:
         return list(sparse_views(question, lists, views))
 
     return see
-
-
-# ---- ways to change lists ---------------------------------------------------------------------
 
 
 def where(**changes: Of) -> Change:
@@ -105,14 +102,11 @@ def _union(size: int, x: Lists) -> Lists:
     return replace(x, named=every, counted=every >= 0, cut=cut)
 
 
-# ---- the table --------------------------------------------------------------------------------
-
 MISSING, TWICE, CUT = "sparse-own-block-missing", "sparse-duplicate-twice", "sparse-list-cut"
-BY_COUNTS = "block_counts cut it off too"
 READ, OPEN, COUNTS = "sparse-padding-read", "sparse-not-causal", "sparse-counts-ignored"
 MISREAD, PLACE = "sparse-lists-misread", "sparse-other-place"
 TABLE: tuple[Row, ...] = (  # the first one is of block_counts
-    (MISSING, BY_COUNTS, where(own=lambda x: x.own & (x.limit > len(x.slots)))),
+    (MISSING, "block_counts cut it off too", where(own=lambda x: x.own & (x.limit > len(x.slots)))),
     (OPEN, "everywhere", _uncut(lambda slot, own: slot)),
     (OPEN, "in the own block", _uncut(lambda slot, own: own)),
     (OPEN, "in the own block, unless it is selected", _uncut(lambda slot, own: own & ~slot)),
@@ -167,8 +161,6 @@ def of_heads(of: Ints, factors: Ints, x: Lists) -> Lists:
     return replace(x, **moved, heads=factors)
 
 
-# ---- other numbers ----------------------------------------------------------------------------
-
 Number = Callable[[Lists], Ints]
 PLACES: dict[str, Number] = {  # of a query among the keys
     "at i, without seqlen_k - seqlen_q": lambda x: x.row,
@@ -180,23 +172,22 @@ OF_PLACES |= {"the mask": ("bound",)}
 
 def misread(question: Question) -> Iterator[Bug]:
     """Lists that are read by a map, alone or together, and queries that stand at another key."""
-    stages, names = tuple(STAGES), ["block_indices"]
-    names += ["block_counts"] * (question.block_counts is not None)
+    names = ["block_indices", *["block_counts"] * (question.block_counts is not None)]
     alone = [names[:1], names[1:], names][: 2 * len(names) - 1]
     for by, some in product(maps_of(question), alone):
         see = listed(partial(moved, by, some))
-        yield Bug(MISREAD, f"{' and '.join(some)}, {by.words}", stages, see)
+        yield Bug(MISREAD, f"{' and '.join(some)}, {by.words}", see=see)
     places: dict[str, Number] = PLACES | {
         f"where {words.format(t)} stands": partial(_of_row, words, t)
         for t, words in product(TILES, (maps.TILED, maps.LAST))
     }
     for (words, number), (what, fields) in product(places.items(), OF_PLACES.items()):
         see = listed(where(**dict.fromkeys(fields, number)))
-        yield Bug(PLACE, f"{what}: {words}", stages, see)
+        yield Bug(PLACE, f"{what}: {words}", see=see)
         if fields == ("bound",):
             walked = where(counted=lambda x: x.counted & (x.named <= x.own_block), bound=number)
             what = "the mask inside of blocks up to the own"
-            yield Bug(PLACE, f"{what}: {words}", stages, listed(walked))
+            yield Bug(PLACE, f"{what}: {words}", see=listed(walked))
 
 
 def maps_of(question: Question) -> Iterator[maps.Map]:

@@ -8,7 +8,7 @@ from itertools import product
 import numpy as np
 
 from rawattn.check.diagnose.catalogue import stages
-from rawattn.check.diagnose.engine.attention import BACKWARD, FORWARD, Bug
+from rawattn.check.diagnose.engine.attention import BACKWARD, FORWARD, RESULTS, Bug
 from rawattn.check.diagnose.engine.question import Question
 from rawattn.check.diagnose.engine.steps import STEPS, Context, Floats, Step, changed
 
@@ -30,7 +30,6 @@ SHARES: dict[str, Share] = {
     "in whole lots of {} alone": lambda p, n, t: p < n // t * t,
 }
 OVERWRITES = "the last {} alone"
-GRADIENTS = {"dk": "dK", "dv": "dV"}
 READS = {"K in Q K^T, V in P V": ("Y", "O"), "K in Q K^T": ("Y",), "V in P V": ("O",)}
 Places = Callable[[Context], tuple[Ints, Ints]]
 
@@ -113,13 +112,13 @@ def bugs(question: Question, wrong: Collection[str]) -> Iterator[Bug]:
                 text = f"dq, of the blocks that a query walks, {of}, {words.format(most)}"
                 steps = {"dQ": partial(_weighed, "dQ", partial(in_walk, order), share, most)}
                 yield Bug(name, text, BACKWARD, steps=steps)
-    names, longest = [name for name in GRADIENTS if name in wrong], max(question.lengths_q)
+    names, longest = [x for x in ("dk", "dv") if x in wrong], max(question.lengths_q)
     for words, share in SHARES.items() if names else ():
         name = "tile-overwrites" if words == OVERWRITES else "sparse-queries-lost"
         for lot in range(1, longest) if "at most" in words else LOTS:
             if lot < longest:
                 text = f"of the queries in a block's list {words.format(lot)}"
-                of_lists = [GRADIENTS[n] for n in names]
+                of_lists = [RESULTS["backward"][name] for name in names]
                 steps = {x: partial(_weighed, x, in_lists, share, lot) for x in of_lists}
                 yield Bug(name, f"{' and '.join(names)}, {text}", BACKWARD, steps=steps)
 

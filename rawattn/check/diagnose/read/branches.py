@@ -1,4 +1,5 @@
-"""The sliding branch of block-sparse attention, which is a dense forward pass of its own."""
+"""What is asked such that it is a dense forward pass: the sliding branch of block-sparse attention,
+and passes beyond the first order. With tv alone as direction tout, or ddout, is P tv."""
 
 from collections.abc import Sequence
 from dataclasses import replace
@@ -7,11 +8,12 @@ from typing import Any
 
 import numpy as np
 
-from rawattn.check.diagnose.engine.attention import FORWARD, STEPS, Bug, Context, View
+from rawattn.check.diagnose.engine.attention import FORWARD, Bug, View
 from rawattn.check.diagnose.engine.parts import LISTS
 from rawattn.check.diagnose.engine.question import Answers, Question
-from rawattn.check.diagnose.engine.steps import changed
-from rawattn.check.diagnose.read.probe import Ask
+from rawattn.check.diagnose.engine.steps import STEPS, Context, changed
+from rawattn.check.diagnose.read import probe
+from rawattn.check.diagnose.read.probe import Ask, Weights
 
 
 @lru_cache(maxsize=8)
@@ -50,3 +52,29 @@ def planted(bug: Bug) -> Bug:
 
     steps = {name: partial(step, name) for name in bug.steps}
     return replace(bug, stages=FORWARD, steps=steps, see=bug.see and see)
+
+
+def read_tangents(ask: Ask, question: Question) -> Weights:
+    """The weights of tout. Raises Refused, as the others do."""
+
+    def tangents(asked: Question) -> Answers:
+        answers = ask(_moved(asked))
+        return {"out": answers["tout"], "lse": answers["jvp lse"]}
+
+    return probe.read_forward(tangents, question)
+
+
+def read_first_pass(ask: Ask, question: Question) -> Weights:
+    """The weights of ddout, which are made with the lse that is passed."""
+
+    def tangents(asked: Question) -> Answers:
+        _, given = probe.with_right(replace(asked, dout=np.zeros_like(asked.out)))
+        return {"out": ask(_moved(given))["ddout"]}
+
+    return replace(probe.read_forward(tangents, question), value_head=None)
+
+
+def _moved(question: Question) -> Question:
+    """In the direction of tv = v alone."""
+    still = {"tq": np.zeros_like(question.q), "tk": np.zeros_like(question.k)}
+    return replace(question, **still, tv=question.v)
