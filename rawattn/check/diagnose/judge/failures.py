@@ -92,9 +92,9 @@ def explain_failures(
     joined = _joined(f"{candidate.name} against {against}", found)
     findings = _as_failing(joined.findings)
     for first in findings[:1]:
-        shown = [(one, kind[0]) for kind, of in found for one in of.findings if _alike(one, first)]
-        shown.sort(key=lambda pair: pair[0].planted is not first.planted)
-        findings[0] = _asked_once_more(candidate, first, [case for _, case in shown])
+        alike = [(one, kind[0]) for kind, of in found for one in of.findings if _alike(one, first)]
+        alike.sort(key=lambda pair: pair[0].planted is not first.planted)
+        findings[0] = _asked_once_more(candidate, first, [case for _, case in alike])
     return replace(joined, findings=tuple(findings))
 
 
