@@ -82,7 +82,7 @@ class Finding:
             alternatives=tuple(name for name in self.alternatives if name in other.alternatives),
             form=other.form if self.form is None else self.form,
             sight=self.sight or other.sight,
-            planted=self.planted + other.planted,
+            planted={**other.planted, **self.planted},
         )
 
 
