@@ -12,13 +12,15 @@ from rawattn.check.diagnose.evidence.structure import named
 
 Array = np.ndarray
 PIECES = 16  # of what is wrong, that are told
+BY_CHANCE = 1.0  # entries that are near another one by their noise
 
 
 @dataclass(frozen=True)
 class Table:
     """Numbers (heads, rows, columns) of a pass: as they are, and as they must be. side: whether
     rows are queries or keys; columns: what columns are, or what each one is. noise: of an entry,
-    relative to it, or to a ``floor``, which is that part of the largest of its row."""
+    relative to it, or to a ``floor``, which is that part of the largest of its row. free: what
+    stands where nothing is due but a pair is seen."""
 
     name: str
     found: Array
@@ -27,6 +29,7 @@ class Table:
     columns: str | tuple[str, ...]
     noise: float
     floor: float = 1.0
+    free: Array | None = None
 
     @property
     def row(self) -> str:
@@ -59,11 +62,16 @@ def told(of: Table, question: Question) -> str:
     rows = np.flatnonzero(within == b)
     heads = np.flatnonzero(of.off[:, rows].any(axis=(1, 2)))
     head, off = int(heads[0]), of.off[heads[0], rows]
-    first = int(question.offsets("k")[b]) if of.columns == "j" else 0
+    here = _Place(of, head, int(question.offsets("k")[b]) if of.columns == "j" else 0)
+    kinds = {row: here.kinds(int(row)) for row in rows[off.any(axis=1)]}
+    every = {kind for of_row in kinds.values() for kind in of_row}
+    alone = every.pop() if len(every) == 1 and len(kinds) > 1 else ""
     pieces: dict[str, list[int]] = {}
-    for row in rows[off.any(axis=1)]:
-        blocks = _blocks(question, head, int(row)) if of.side == "q" else ""
-        text = _told_of_row(of, head, int(row), first) + blocks
+    for row, of_row in kinds.items():
+        said = [f"{of.column(at)} {kind}".removesuffix(alone) for kind, at in of_row.items()]
+        text = ", ".join(map(str.rstrip, said)) + (
+            _blocks(question, head, int(row)) if of.side == "q" else ""
+        )
         pieces.setdefault(text, []).append(int(row - rows[0]))
     said = [f"{of.row} = {named('', places)}: {text}" for text, places in pieces.items()]
     more = len(said) - PIECES
@@ -76,7 +84,8 @@ def told(of: Table, question: Question) -> str:
     count = f" at {np.count_nonzero(off)} of {off.size} places" * (off.size > 1)
     few = np.flatnonzero(off.any(axis=0))
     if np.count_nonzero(off.any(axis=1)) > 2 and 2 * len(few) < off.shape[1]:
-        count += f", all of {of.column(few - first)}"
+        count += f", all of {of.column(few - here.first)}"
+    count += f", each {alone}" * bool(alone)
     return f"{of.name}{which} is wrong{count}: {'; '.join(said)}"
 
 
@@ -89,57 +98,62 @@ def _blocks(question: Question, head: int, row: int) -> str:
     return f" (its blocks {', '.join(map(str, listed))})"
 
 
-def _told_of_row(of: Table, head: int, row: int, first: int) -> str:
-    """What a row holds in its wrong columns: nothing, multiples of what is due, other numbers.
-    first: the column that is called 0."""
-    columns = np.flatnonzero(of.off[head, row])
-    if of.columns == "column":
-        return _other_row(of, head, row, columns)
-    found, due = of.found[head, row, columns], of.due[head, row, columns]
-    with np.errstate(divide="ignore", invalid="ignore"):
-        ratio = np.where(np.abs(due) > of.noise * np.abs(due).max(), found / due, np.nan)
-    said, left = [], np.ones(len(columns), dtype=bool)
-    for n in range(len(columns)):
-        if not left[n]:
-            continue
-        same = (found == found[n]) | (np.isnan(found) & np.isnan(found[n]))
-        times = np.abs(ratio - ratio[n]) <= max(1e-3, of.noise) * abs(ratio[n])
-        alike = left & (same if found[n] == 0 or np.count_nonzero(left & same) > 2 else times)
-        alike[n], many = True, np.count_nonzero(alike)
-        if same[alike].all() and (many > 1 or not found[n]):
-            said.append(f"{of.column(columns[alike] - first)} is {found[n]:.4g}")
-        elif many > 2 or (many == 2 and len(columns) == 2):
-            said.append(f"{of.column(columns[alike] - first)} is {ratio[n]:.4g} times what is due")
-        else:
-            alike = np.arange(len(columns)) == n
-            said.append(_told_of_one(of, head, row, int(columns[n]), first))
-        left &= ~alike
-    return ", ".join(said)
+@dataclass(frozen=True)
+class _Place:
+    """A head of a table; ``first``: the column that is called 0."""
 
+    of: Table
+    head: int
+    first: int
 
-def _told_of_one(of: Table, head: int, row: int, column: int, first: int) -> str:
-    """One entry, and where else what it holds must stand."""
-    found, due = of.found[head, row, column], of.due[head, row, column]
-    near, other = np.argwhere(np.abs(of.due - found) <= 1e-2 * of.noise * abs(found)), ""
-    if found and len(near) == 1:
-        h, i, j = map(int, near[0])
-        parts = [f"head {h}"] * (h != head) + [f"{of.row} {i - row:+d}"] * (i != row)
-        parts += [of.column([j - first])] * (j != column)
-        other = f" (due at {', '.join(parts)})"
-    return f"{of.column([column - first])} is {found:.4g}, not {due:.4g}{other}".strip()
+    def kinds(self, row: int) -> dict[str, list[int]]:
+        """What a row holds in its wrong columns, and in which: nothing, multiples of what is due,
+        or other numbers."""
+        of, columns = self.of, np.flatnonzero(self.of.off[self.head, row])
+        if of.columns == "column":
+            return {self._other_row(row, columns): columns.tolist()}
+        found, due = of.found[self.head, row, columns], of.due[self.head, row, columns]
+        with np.errstate(divide="ignore", invalid="ignore"):
+            ratio = np.where(np.abs(due) > of.noise * np.abs(due).max(), found / due, np.nan)
+        kinds: dict[str, list[int]] = {}
+        for n, column in enumerate(columns):
+            alike = np.abs(ratio - ratio[n]) <= max(1e-3, of.noise) * abs(ratio[n])
+            free = None if of.free is None else of.free[self.head, row, column]
+            if free is not None and due[n] == 0 and abs(found[n] - free) <= of.noise * abs(free):
+                kind = "is seen"
+            elif np.count_nonzero(found == found[n]) > 2 or found[n] == 0 or np.isnan(found[n]):
+                kind = f"is {found[n]:.4g}"
+            elif np.count_nonzero(alike) > 2 or abs(ratio[n] - np.round(ratio[n])) < of.noise:
+                kind = f"is {ratio[alike].mean():.3g} times what is due"
+            else:
+                kind = self._other(row, int(column))
+            kinds.setdefault(kind, []).append(int(column) - self.first)
+        return kinds
 
+    def _other(self, row: int, column: int) -> str:
+        """One entry, and where else what it holds must stand."""
+        of = self.of
+        found, due = of.found[self.head, row, column], of.due[self.head, row, column]
+        near, other = np.argwhere(np.abs(of.due - found) <= 1e-2 * of.noise * abs(found)), ""
+        if len(near) == 1 and of.noise * of.due.size < BY_CHANCE:
+            h, i, j = map(int, near[0])
+            parts = [f"head {h}"] * (h != self.head) + [f"{of.row} {i - row:+d}"] * (i != row)
+            parts += [of.column([j - self.first])] * (j != column)
+            other = f" (due at {', '.join(parts)})"
+        return f"is {found:.4g}, not {due:.4g}{other}"
 
-def _other_row(of: Table, head: int, row: int, columns: Array) -> str:
-    """What a row of a result holds: another one's, or numbers that are not due anywhere."""
-    found = of.found[head, row]
-    size = np.abs(found).max(initial=0.0)
-    near = np.abs(of.due - found)[..., columns].max(axis=-1) <= of.noise * size
-    if np.count_nonzero(near) == 1:
-        h, i = np.argwhere(near)[0]
-        return "is that of " + ", ".join(
-            [f"head {h}"] * int(h != head) + [f"{of.row} {i - row:+d}"] * int(i != row)
-        )
-    if not np.isfinite(found[columns]).all():
-        return "is not finite"
-    off = np.abs(found - of.due[head, row]).max(initial=0.0)
-    return f"is other numbers, by up to {off:.3g} off of {np.abs(of.due[head, row]).max():.3g}"
+    def _other_row(self, row: int, columns: Array) -> str:
+        """What a row of a result holds: another one's, or numbers that are not due anywhere."""
+        of, found, due = self.of, self.of.found[self.head, row], self.of.due[self.head, row]
+        size = np.abs(found).max(initial=0.0)
+        near = np.abs(of.due - found)[..., columns].max(axis=-1) <= of.noise * size
+        if not found[columns].any():
+            return "is 0"
+        if not np.isfinite(found[columns]).all():
+            return "is not finite"
+        if np.count_nonzero(near) == 1:
+            h, i = map(int, np.argwhere(near)[0])
+            parts = [f"head {h}"] * (h != self.head) + [f"{of.row} {i - row:+d}"] * (i != row)
+            return f"is that of {', '.join(parts)}"
+        off = np.abs(found - due).max(initial=0.0)
+        return f"is other numbers, by up to {off:.3g} off of {np.abs(due).max():.3g}"

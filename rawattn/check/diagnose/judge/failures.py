@@ -48,6 +48,8 @@ SECONDS = 9.0  # of an idle machine, after which no further problem is begun
 AGREEING, SETTLED = 4, 400.0  # kinds of cases; effort after which two of them are enough
 SURE = ("high", "medium")
 FURTHER = ((21, 3, 50, 0, 38), (70, 9, 33))  # lengths of what is asked once more
+UNUSED: dict[str, Any] = {"seqused_k": None, "sinks": False, "softcap": None, "causal": False}
+UNUSED |= {"window": (-1, -1)}
 LEAST = 3  # kinds of cases that are made smaller
 OFFSETS = ("cu_seqlens_q", "cu_seqlens_k")
 OPTIONAL = ("sinks", "tsinks", "seqused_k")
@@ -103,12 +105,18 @@ def _alike(one: Finding, other: Finding) -> bool:
 
 
 def _asked_once_more(candidate: Candidate, f: Finding, cases: Sequence[Case]) -> Finding:
-    """A finding that ``cases`` show, as sure as further problems leave it; with all that is wrong
-    on the smallest one where it is not sure."""
+    """A finding that ``cases`` show, as sure as further problems leave it: other lengths, and none
+    of an option; with all that is wrong on the smallest problem where it is not sure."""
     if f.side != SIDE:
         return f
-    if f.confidence == "high" and not all(_holds(candidate, f, cases[0], x) for x in FURTHER):
-        f = replace(f, confidence="medium")
+    first, no = cases[0], {name: {name: x} for name, x in UNUSED.items()}
+    there = (name for name, x in UNUSED.items() if getattr(first, name) != x)
+    lacks = ["at other lengths"] * any(not _holds(candidate, f, first, x) for x in FURTHER)
+    bare = {f"without {x}": replace(first, **no[x]) for x in there}
+    lacks += [text for text, x in bare.items() if not _holds(candidate, f, x, FURTHER[0])]
+    if f.confidence == "high" and lacks:
+        told = f"it does not give the numbers of other problems: {', '.join(lacks)}"
+        f = replace(f, confidence="medium", evidence=(*f.evidence[:1], told, *f.evidence[1:]))
     return f if f.sure else replace(f, least=_least(candidate, f, cases[:LEAST]) or f.least)
 
 
@@ -134,15 +142,15 @@ def _holds(candidate: Candidate, f: Finding, case: Case, lengths: Sequence[int])
 def _least(candidate: Candidate, f: Finding, cases: Sequence[Case]) -> str:
     """All that is wrong on the smallest problem of the stage of a finding, in the fewest words."""
     stages = [*stages_of(f.where), *(x for x, name in PASSES.items() if name in f.where)]
-    alone = {
-        stage: of_stage(candidate, stage) for stage in dict.fromkeys(stages) if stage in STAGES
-    }
-    stage, one = next(((x, of) for x, of in alone.items() if of is not None), ("", None))
-    if one is None:
-        return ""
-    asker = Asker(one, stage, partial(question_of, clean=True), answers_of)
-    found = (least(asker, candidate.fit(small(case))) for case in cases)
-    return min(filter(None, found), key=len, default="")
+    stages = ["forward" if stage == "sliding" else stage for stage in stages or STAGES]
+    for stage in dict.fromkeys(stages):
+        alone = of_stage(candidate, stage)
+        if alone is not None:
+            asker = Asker(alone, stage, partial(question_of, clean=True), answers_of)
+            told = [*filter(None, (least(asker, candidate.fit(small(case))) for case in cases))]
+            if told:
+                return min(told, key=len)
+    return ""
 
 
 def _as_failing(findings: Sequence[Finding]) -> list[Finding]:

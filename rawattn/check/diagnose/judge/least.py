@@ -12,10 +12,18 @@ import numpy as np
 
 from rawattn.check.candidate import Candidate
 from rawattn.check.cases import Case, in_use
-from rawattn.check.diagnose.engine.question import STAGES, Answers, Question, by_rows, side_of
+from rawattn.check.diagnose.engine.question import (
+    OF_SLOTS,
+    STAGES,
+    Answers,
+    Question,
+    by_rows,
+    side_of,
+)
 from rawattn.check.diagnose.evidence.tables import Table, told
-from rawattn.check.diagnose.read.name import NEAR, READERS
-from rawattn.check.diagnose.read.probe import OF_DERIVATIVES, Ask, Refused, Weights
+from rawattn.check.diagnose.read import branches
+from rawattn.check.diagnose.read.name import BEYOND, NEAR, READERS
+from rawattn.check.diagnose.read.probe import OF_DERIVATIVES, Ask, Refused
 from rawattn.check.diagnose.read.tables import tables_of
 from rawattn.check.expected import Target, expect
 from rawattn.check.second import expect_second
@@ -27,6 +35,7 @@ SIZES = (1, 2, 3, 4, 5, 8, 9, 12, 16, 17, 20, 24, 32, 33, 40, 48, 49, 64, 65, 80
 FEW = (1, 2, 5, 17, 33, 65)
 KEYS = 16  # whose columns are read
 FIRST = ("forward", "backward")
+READ: dict[str, Callable[..., Any]] = {of: reader for of, (reader, _) in READERS.items()} | BEYOND
 MOVED = {"second": "dd", "jvp": "t"}  # what directions are called
 OF_VALUES = ("out", "sliding out", "dv", "gv", "ddout", "jvp out", "tout")  # as wide as v
 
@@ -138,14 +147,18 @@ def _fields(asker: Asker, case: Case, question: Question) -> Iterator[Table]:
     """What a pass makes of a problem, and what it must: from its first step to its results."""
     still: dict[str, Any] = dict.fromkeys(OF_DERIVATIVES)
     alone, stage = replace(question, **still), asker.stage
-    try:
-        ask = partial(asker.answers, asker.candidate)
-        read = READERS[stage][0](ask, alone) if stage in READERS else None
-    except Refused:
-        read = None
-    if isinstance(read, Weights):
-        yield from _columns(ask, alone, read.P)
-    yield from () if read is None else tables_of(read)
+    ask = partial(asker.answers, asker.candidate)
+    asked = [("", ask, alone)]
+    if stage == "forward" and question.sliding is not None:
+        asked.append(("sliding ", branches.asked(question, ask), branches.alone(question)))
+    for name, function, of in asked:
+        try:
+            read = READ[stage](function, of)
+        except Refused:
+            continue
+        if stage == "forward":
+            yield from _columns(function, of, read.P)
+        yield from (replace(one, name=name + one.name) for one in tables_of(read))
     found, targets = asker.results(case)
     for name in STAGES[stage]:
         if name in found and name in targets:
@@ -153,7 +166,7 @@ def _fields(asker: Asker, case: Case, question: Question) -> Iterator[Table]:
             x, y = (by_rows(name, a).swapaxes(0, 1) for a in (found[name], target.reference))
             size = float(np.abs(y[np.isfinite(y)]).mean()) or 1.0
             noise = max(2 * target.allowance() / size, 1e-6)
-            columns = ("it",) * (x.shape[2] == 1) or "column"
+            columns = ("it",) if x.shape[2] == 1 else "slot" if name in OF_SLOTS else "column"
             of_rows = Table(name, x, y, side_of(name), columns, noise)
             yield _summed(of_rows, question, MOVED.get(stage, "")) or of_rows
 
@@ -187,9 +200,8 @@ def _columns(ask: Ask, question: Question, P: Array) -> Iterator[Table]:
     """Which columns of v stand in those of out, where out is not P v: of every key."""
     v = question.v.astype(np.float64).swapaxes(0, 1).repeat(question.group, axis=0)
     out, due = np.asarray(ask(question)["out"], np.float64).swapaxes(0, 1), P @ v
-    if np.abs(out - due).max(initial=0.0) <= NEAR[question.dtype.itemsize] * np.abs(due).max(
-        initial=0.0
-    ):
+    near = NEAR[question.dtype.itemsize] * np.abs(due).max(initial=0.0)
+    if np.abs(out - due).max(initial=0.0) <= near:
         return
     numbers = np.arange(1, v.shape[2] + 1)
     found = np.zeros((len(v), v.shape[1], v.shape[2]))

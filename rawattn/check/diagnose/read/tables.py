@@ -20,29 +20,37 @@ def tables_of(read: Weights | Backward) -> Iterator[Table]:
         return
     S, L, rights = read.right.S, read.right.lse[..., None], read.places.rights
     noise = OFF * noise_of(read.places)
+    with np.errstate(over="ignore"):
+        free = np.where(read.places.own, np.exp(S), np.nan)
     P = Table("P", read.P, _weights(S, L, rights), "q", "j", noise, SMALL)
     if read.lse is None:
         yield P
         return
     with np.errstate(invalid="ignore", over="ignore"):
         sums = np.exp(read.lse)[..., None]
-        bare = Table("exp(S)", read.P * sums, _weights(S, 0 * L, rights), "q", "j", noise, SMALL)
+        due = _weights(S, 0 * L, rights)
+        bare = Table("exp(S)", read.P * sums, due, "q", "j", noise, SMALL, free)
         summed = Table("the row sum of exp(S)", sums, np.exp(L), "q", ("it",), noise)
     of_P, of_bare = (np.count_nonzero(one.off) for one in (P, bare))
-    yield from (summed, P) if not of_bare else (bare, P) if of_bare < of_P else (P, summed)
+    if of_P and summed.off.any():
+        yield from (summed, P) if not of_bare else (bare, P) if of_bare < of_P else (P, summed)
+    else:
+        yield from (P, Table("lse", read.lse[..., None], L, "q", ("it",), noise))
 
 
 def _of_backward(read: Backward) -> Iterator[Table]:
     w, noise = read.weights, OFF * noise_of(read.weights.places)
     rights = w.places.rights
-    due = _weights(w.right.S, w.right.lse[..., None], rights)
-    yield Table("P of dv", w.P, due, "q", "j", noise, SMALL)
+    given = w.right.S, w.right.lse[..., None]
+    free = _weights(*given, True)
+    yield Table("P of dv", w.P, _weights(*given, rights), "q", "j", noise, SMALL, free)
     for name, of in read.slopes.items():
-        due = _weights(of.S, of.L, rights) * of.Z
-        yield Table(f"dS of {name}", of.dS, due, "q", "j", noise)
+        free = _weights(of.S, of.L, True) * of.Z
+        due = np.where(rights, free, 0.0)
+        yield Table(f"dS of {name}", of.dS, due, "q", "j", noise, free=free)
 
 
-def _weights(S: Array, L: Array, rights: Array) -> Array:
+def _weights(S: Array, L: Array, rights: Array | bool) -> Array:
     """P of scores and an lse, with the mask."""
     with np.errstate(invalid="ignore", over="ignore"):
         return np.asarray(np.nan_to_num(np.exp(np.where(rights, S, -np.inf) - L)))

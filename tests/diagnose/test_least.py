@@ -1,0 +1,68 @@
+"""What no rule tells is told on the smallest problem that fails, whole; and a name that only the
+problem at hand bears out is not sure."""
+
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import pytest
+
+from rawattn.check.cases import standard
+from rawattn.check.diagnose.judge.failures import explain_failures
+from tests.diagnose.called import candidate, wrong
+from tests.diagnose.plain import LN_2, Head
+
+CASES = {case.name: case for case in standard("small")}
+PROBLEM = "num_heads_q 1, num_heads_kv 1, causal: "
+
+
+def exp_of_fours(c: Head, x: Any) -> Any:
+    """An exponential that is a sixteenth too large for every fourth key."""
+    return x + np.log1p(1 / 16) * (c.j % 4 == 3) * (np.abs(x) < 1)
+
+
+def of_swapped(c: Head, x: Any) -> Any:
+    """V of odd keys with its halves exchanged."""
+    half = x.shape[1] // 2
+    return np.where((np.arange(len(x)) % 2 == 1)[:, None], np.roll(x, half, axis=1), x)
+
+
+WRONG = {
+    "exp": ("forward", {"S": exp_of_fours}, "exp(S) is wrong at 1 of 16 places: i = 3: j = 3 is "),
+    "columns": (
+        "forward",
+        {"V": of_swapped},
+        "which column of v out takes, less its own, is wrong at 16 of 32 places: j = 1: c = 0 to 7 "
+        "is 8, c = 8 to 15 is -8",
+    ),
+    "dS": (
+        "backward",
+        {"dS of dk": lambda c, x: x + 0.1 * (c.i == 2) * (c.j == 1) * c.P},
+        "dS of dk is wrong at 1 of 9 places: i = 2: j = 1 is ",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", WRONG)
+def test_all_that_is_wrong_is_told(name: str) -> None:
+    stage, hooks, text = WRONG[name]
+    case = replace(CASES["edges-causal"], dtype="float64")
+    (first, *_) = explain_failures(candidate(wrong(hooks, stage), stage), [case]).findings
+    assert not first.sure and text in first.least, first.least
+    assert first.least.startswith("one sequence, seqlen_q ") and PROBLEM in first.least
+
+
+def test_a_name_is_asked_on_other_problems() -> None:
+    """lse in base 2, and one that is so only where keys are not in use."""
+    planted = wrong({"lse": lambda c, x: x / LN_2}, "forward")
+    of_used = wrong(
+        {"lse": lambda c, x: x / (1 if c.question.seqused_k is None else LN_2)}, "forward"
+    )
+    sure, unsure = (
+        explain_failures(candidate(one, "forward"), [CASES["seqused"]]).findings[0]
+        for one in (planted, of_used)
+    )
+    assert sure.bug == unsure.bug == "lse-base-2"
+    assert (sure.confidence, sure.least, unsure.confidence) == ("high", "", "medium")
+    assert "without seqused_k" in unsure.evidence[1]
+    assert "lse of head 0 is wrong: i = 0: it is " in unsure.least
