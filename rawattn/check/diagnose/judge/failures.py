@@ -110,7 +110,8 @@ def _asked_once_more(candidate: Candidate, f: Finding, cases: Sequence[Case]) ->
     if f.side != SIDE:
         return f
     first, no = cases[0], {name: {name: x} for name, x in UNUSED.items()}
-    there = (name for name, x in UNUSED.items() if getattr(first, name, x) != x)
+    there = [name for name, x in UNUSED.items() if getattr(first, name, x) != x]
+    there = [name for name in there if name.partition("_")[0] not in f.bug]  # it is about that
     lacks = ["at other lengths"] * any(not _holds(candidate, f, first, x) for x in FURTHER)
     bare = {f"without {x}": replace(first, **no[x]) for x in there}
     lacks += [text for text, x in bare.items() if not _holds(candidate, f, x, FURTHER[0])]
