@@ -5,6 +5,7 @@ from dataclasses import replace
 from functools import partial
 
 import numpy as np
+import numpy.typing as npt
 
 from rawattn.check.diagnose.catalogue import maps
 from rawattn.check.diagnose.engine.attention import FORWARD, Bug, View, views_of
@@ -61,12 +62,12 @@ def _other_sinks(question: Question) -> Iterator[Bug]:
     text = "exp(sink), not relative to the maximum"
     yield Bug("sinks-misplaced", text, FORWARD, steps=with_sink(raised))
     factors = {"softmax_scale ": question.scale, "log2(e) ": LOG2_E, "ln 2 ": 1 / LOG2_E, "0 ": 0.0}
-    found = {f"exp({words}sink)": x * sinks for words, x in factors.items()}
+    found = {f"exp({words}sink)": (x, h) for words, x in factors.items()}
     for words, heads in maps.other_heads(h, len(h), question.group).items():
-        found[f"that of {words}"] = sinks[heads]
-    for words, others in found.items():
-        if (others != sinks).any():
-            steps = with_sink(partial(_of_heads, others))
+        found[f"that of {words}"] = 1.0, heads
+    for words, (times, heads) in found.items():
+        if (times * sinks[heads] != sinks).any():
+            steps = with_sink(partial(_of_heads, times, heads))
             yield Bug("sinks-misplaced", words, FORWARD, steps=steps)
 
 
@@ -75,8 +76,9 @@ def with_sink(sink: Step) -> dict[str, Step]:
     return {"softmax": partial(_with, sink)}
 
 
-def _of_heads(sinks: Floats, c: Context) -> Floats:
-    return np.asarray(sinks[c.view.heads, None])
+def _of_heads(times: float, heads: npt.NDArray[np.int64], c: Context) -> Floats:
+    sinks = np.asarray(c.question.sinks, dtype=np.float64)
+    return np.asarray(times * sinks[heads[c.view.heads], None])
 
 
 def _with(sink: Step, c: Context) -> tuple[Floats, Floats]:
