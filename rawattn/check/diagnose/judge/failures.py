@@ -5,7 +5,7 @@ ways between cases and questions: a change of one must be made in the other."""
 
 import math
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from operator import itemgetter
@@ -16,7 +16,7 @@ import numpy as np
 from rawattn.check.candidate import Candidate, Unsupported
 from rawattn.check.cases import DTYPES, Case, Tensors, in_use, lse_dtype, make
 from rawattn.check.diagnose.catalogue.classes import CLASSES
-from rawattn.check.diagnose.engine.attention import empty, solve
+from rawattn.check.diagnose.engine.attention import NO_BUG, Bug, empty, solve
 from rawattn.check.diagnose.engine.effort import spent
 from rawattn.check.diagnose.engine.question import (
     STAGES,
@@ -84,7 +84,8 @@ def explain_failures(
             continue
         dtypes |= {kind[0].dtype} if lost else set()
         asked = partial(explain_failure, candidate, kind[0], other, against=against)
-        diagnosis = asked(until=0.0 if lost else until, known=known)
+        shown = (of for _, of in found if other is None and _explains(candidate, of, kind[0]))
+        diagnosis = next(shown, None) or asked(until=0.0 if lost else until, known=known)
         sure = [f for f in diagnosis.findings if f.confidence in SURE and not f.alternatives]
         planted = [bug for f in sure if f.confidence == "high" for bug in f.planted.values()]
         shown = known.shown | {f.bug for f in sure if f.form is not None} - {*NAMELESS}
@@ -121,18 +122,35 @@ def _asked_once_more(candidate: Candidate, f: Finding, cases: Sequence[Case]) ->
     return f if f.sure else replace(f, least=_least(candidate, f, cases[:LEAST]) or f.least)
 
 
+def _explains(candidate: Candidate, diagnosis: Diagnosis, case: Case) -> bool:
+    """Whether the one bug that another kind of cases showed gives all that is wrong here."""
+    if [f.confidence for f in diagnosis.findings] != ["high"]:
+        return False
+    (one,), asked = diagnosis.findings, question_of(candidate.fit(small(case)), clean=True)
+    right = dict.fromkeys(asked.stages, NO_BUG)
+    planted = _gives(candidate, asked, right | {**one.planted}) and bool(one.planted)
+    return planted and not _gives(candidate, asked, right)
+
+
 def _holds(candidate: Candidate, f: Finding, case: Case, lengths: Sequence[int]) -> bool:
-    """Whether what was planted gives the numbers of another problem too, if it can be planted."""
+    """Whether what was planted gives the numbers of another problem too."""
     apart = case.lengths_q != case.lengths_k
     other = with_lengths(small(case), (tuple(lengths), tuple(lengths[:: -1 if apart else 1])))
     asked = question_of(candidate.fit(other), clean=True)
+    return _gives(candidate, asked, f.planted, tensors_in(f.where))
+
+
+def _gives(
+    candidate: Candidate, asked: Question, bugs: Mapping[str, Bug], names: Collection[str] = TENSORS
+) -> bool:
+    """Whether ``candidate`` gives what bugs by stage do, or one of the two cannot be asked."""
     try:
         answers = answers_of(candidate, asked)
-        due = [solve(asked, x, bug, given=asked.passed) for x, bug in f.planted.items()]
+        due = [solve(asked, stage, bug, given=asked.passed) for stage, bug in bugs.items()]
     except Exception:  # of what it throws was told before; a plant may be of its problem alone
         return True
     for name, x in (pair for of in due for pair in of.items()):
-        if name in tensors_in(f.where) & answers.keys():
+        if name in names and name in answers:
             found, planted = (by_rows(name, y) for y in (answers[name], x))
             rows = np.repeat(asked.sequence_of(name)[:, None] >= 0, planted.shape[1], axis=1)
             if rows_off(found, planted, rows, NEAR[asked.dtype.itemsize]).any():
