@@ -141,14 +141,19 @@ def _holds(candidate: Candidate, f: Finding, case: Case, lengths: Sequence[int])
 
 
 def _gives(
-    candidate: Candidate, asked: Question, bugs: Mapping[str, Bug], names: Collection[str] = TENSORS
+    candidate: Candidate,
+    asked: Question,
+    bugs: Mapping[str, Bug],
+    names: Collection[str] = TENSORS,
+    otherwise: bool = True,
 ) -> bool:
-    """Whether ``candidate`` gives what bugs by stage do, or one of the two cannot be asked."""
+    """Whether ``candidate`` gives what bugs by stage do; ``otherwise``: where one of the two cannot
+    be asked."""
     try:
         answers = answers_of(candidate, asked)
         due = [solve(asked, stage, bug, given=asked.passed) for stage, bug in bugs.items()]
     except Exception:  # of what it throws was told before; a plant may be of its problem alone
-        return True
+        return otherwise
     for name, x in (pair for of in due for pair in of.items()):
         if name in names and name in answers:
             found, planted = (by_rows(name, y) for y in (answers[name], x))
@@ -325,7 +330,11 @@ def _read(candidate: Candidate, question: Question) -> Readings:
         alone = of_stage(candidate, stage)
         return None if alone is None else partial(answers_of, alone)
 
-    return read(question, ask)
+    def enough(bug: Bug) -> bool:
+        planted = dict.fromkeys(question.stages, bug)
+        return _gives(candidate, question, planted, otherwise=False)
+
+    return read(question, ask, enough=enough)
 
 
 def _raised(side: str, error: Exception, question: Question) -> Finding:

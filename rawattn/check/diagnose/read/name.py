@@ -138,10 +138,16 @@ def _with(finding: Finding, said: Said) -> Finding:
     return replace(finding, title=said.wrong[0])
 
 
-def read(question: Question, ask: Callable[[str], Ask | None], known: Known = None) -> Readings:
+def read(
+    question: Question,
+    ask: Callable[[str], Ask | None],
+    known: Known = None,
+    enough: Callable[[Bug], bool] = lambda bug: False,
+) -> Readings:
     """What each stage that can be asked does, on problems like ``question``. ``ask(stage)`` is None
     where the function has no such pass. known: a problem of other lengths, and what was answered to
-    it, of a function that cannot be asked about any."""
+    it, of a function that cannot be asked about any. enough: whether a bug is all that is wrong;
+    then no further stage is asked."""
     found: list[Said] = []
     facts: list[str] = []
     for stage in PASSES:
@@ -159,6 +165,8 @@ def read(question: Question, ask: Callable[[str], Ask | None], known: Known = No
         if said.sound:
             told = f"the {PASSES[stage]}, read off entry by entry ({said.calls} calls)"
             facts.append(f"{told}: {', '.join(said.right)} are right")
+        elif said.bug is not None and said.name not in PLAIN and enough(said.bug):
+            break
     return Readings(tuple(found), tuple(facts))
 
 
