@@ -84,8 +84,8 @@ def explain_failures(
             continue
         dtypes |= {kind[0].dtype} if lost else set()
         asked = partial(explain_failure, candidate, kind[0], other, against=against)
-        shown = (of for _, of in found if other is None and _explains(candidate, of, kind[0]))
-        diagnosis = next(shown, None) or asked(until=0.0 if lost else until, known=known)
+        again = (of for _, of in found if other is None and _explains(candidate, of, kind[0]))
+        diagnosis = next(again, None) or asked(until=0.0 if lost else until, known=known)
         sure = [f for f in diagnosis.findings if f.confidence in SURE and not f.alternatives]
         planted = [bug for f in sure if f.confidence == "high" for bug in f.planted.values()]
         shown = known.shown | {f.bug for f in sure if f.form is not None} - {*NAMELESS}

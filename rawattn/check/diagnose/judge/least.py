@@ -147,7 +147,7 @@ def _fields(asker: Asker, case: Case, question: Question) -> Iterator[Table]:
     """What a pass makes of a problem, and what it must: from its first step to its results."""
     still: dict[str, Any] = dict.fromkeys(OF_DERIVATIVES)
     alone, stage = replace(question, **still), asker.stage
-    ask = partial(asker.answers, asker.candidate)
+    ask: Ask = partial(asker.answers, asker.candidate)
     asked = [("", ask, alone)]
     if stage == "forward" and question.sliding is not None:
         asked.append(("sliding ", branches.asked(question, ask), branches.alone(question)))
