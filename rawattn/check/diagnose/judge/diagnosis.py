@@ -129,9 +129,6 @@ def _few(lengths: Sequence[int]) -> str:
     return ", ".join(map(str, lengths[:8])) + (", ..." if len(lengths) > 8 else "")
 
 
-# ---- one side ---------------------------------------------------------------------------------
-
-
 def _judge(
     question: Question, answers: Answers, side: str, call: Call | None, until: float, told: Readings
 ) -> tuple[list[Finding], list[str]]:

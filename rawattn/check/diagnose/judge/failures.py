@@ -409,9 +409,6 @@ def _plainness(case: Case) -> tuple[bool, bool, int]:
     return odd, special, -DTYPES.index(case.dtype)
 
 
-# ---- a question as a candidate is asked one -----------------------------------------------------
-
-
 def _expected(question: Question) -> Expected:
     """``question`` in the form in which candidates are run, with the shapes of results alone."""
     q, names = question, ("out", "lse")

@@ -131,9 +131,6 @@ def _described(case: Case) -> str:
     return ", ".join((lengths, heads, *options))
 
 
-# ---- what is wrong there ------------------------------------------------------------------------
-
-
 def _fields(asker: Asker, case: Case, question: Question) -> Iterator[Table]:
     """What a pass makes of a problem, and what it must: from its first step to its results."""
     still: dict[str, Any] = dict.fromkeys(OF_DERIVATIVES)

@@ -58,9 +58,6 @@ BY_OUT = {"tO": second_order.by_given_out}  # a double backward may use the out 
 RIGHT = (NO_BUG, replace(NO_BUG, steps=BY_OUT))
 
 
-# ---- predictions ------------------------------------------------------------------------------
-
-
 @dataclass(frozen=True, eq=False)
 class Prediction:
     """What a stage with ``bug`` gives; a backward one is given this out and lse."""

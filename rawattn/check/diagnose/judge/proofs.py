@@ -52,9 +52,6 @@ def of_form(side: str, said: dict[str, str], bug: str) -> list[Finding]:
     return [finding(*given, title=title, look_at=look_at)] if said else []
 
 
-# ---- numbers that say nothing of how they were made ---------------------------------------------
-
-
 def reference_of(question: Question, names: Collection[str], given: Given) -> Answers:
     """The right values of these, a backward pass given this out and lse."""
     found: Answers = {}
@@ -113,9 +110,6 @@ def of_past(q: Question | Case, answers: Answers, side: str, sure: str = "medium
     return [finding(*given, title=title, look_at=look_at)] if said else []
 
 
-# ---- sinks ------------------------------------------------------------------------------------
-
-
 def of_sinks(
     question: Question, answers: Answers, side: str, others: Sequence[Finding]
 ) -> list[Finding]:
@@ -166,9 +160,6 @@ def _change(q: Question, tensor: str, first: np.ndarray, again: np.ndarray) -> t
         off = np.abs(np.where(np.isfinite(before) & (now != before), now - before, 0))
     allowed = float(ulps * np.abs(precision.finite(before)).max(initial=0.0) + tiny)
     return float(np.nan_to_num(off, nan=np.inf).max(initial=0.0)), allowed
-
-
-# ---- structure --------------------------------------------------------------------------------
 
 
 def of_structure(verdict: StageVerdict, side: str) -> Finding:
