@@ -18,15 +18,8 @@ from rawattn.check.diagnose.engine.parts import part as sequences_of
 from rawattn.check.diagnose.engine.question import OF_KEYS, OF_SINKS, Answers, Question, by_rows
 from rawattn.check.diagnose.evidence.sight import mask_rule, sight_of
 from rawattn.check.diagnose.findings import NAMELESS, Diagnosis, Finding
-from rawattn.check.diagnose.judge import proofs, rounding
-from rawattn.check.diagnose.judge.match import (
-    GENERIC,
-    INEXACT,
-    LOOSE,
-    Explained,
-    Stage,
-    StageVerdict,
-)
+from rawattn.check.diagnose.judge import match, proofs, rounding
+from rawattn.check.diagnose.judge.match import Explained, Stage, StageVerdict
 from rawattn.check.diagnose.judge.whole import SCORES, cut, of_all, run
 from rawattn.check.diagnose.read.name import PASSES, UNREAD, Readings
 from rawattn.check.diff import FLOATING
@@ -38,7 +31,7 @@ SENTENCES = ("P is", "dS ", "dq is", "dk is", "dv is", "lse is", "the slope ", "
 # in how many sequences chance may show a bug of lengths
 OF_LENGTHS = {"tail-tile-dropped": 2, "tile-skipped": 2, "offsets-shifted": 1}
 ORDER = {name: place for place, name in enumerate(CLASSES)}
-ORDER |= dict.fromkeys(GENERIC, len(ORDER))
+ORDER |= dict.fromkeys(match.GENERIC, len(ORDER))
 
 
 @np.errstate(over="ignore", invalid="ignore", divide="ignore")  # answers may hold anything
@@ -195,7 +188,7 @@ def _resolve(question: Question, side: str, verdicts: Sequence[StageVerdict]) ->
         names = {name for part in left for name in part.best}
         parts = {name: [part for part in left if name in part.best] for name in names}
         name = min(names, key=lambda name: merit(name, parts[name]))
-        alike = set.intersection(*({*part.best} for part in parts[name])) - {name, *LOOSE}
+        alike = set.intersection(*({*part.best} for part in parts[name])) - {name, *match.LOOSE}
         others = sorted(alike, key=lambda other: ORDER[other])
         found.append(_found(question, side, name, parts[name], others))
         left = [part for part in left if name not in part.best]
@@ -215,7 +208,7 @@ def _found(
     evidence = [_said(name, parts, form, must), *[CUT] * cut]
     clear = not cut and not others and not any(part.verdict.unexplained for part in parts)
     summed = name == "rows-not-written" and {*wrong} <= {*OF_KEYS}  # over queries, maybe none
-    clear = clear and _in_numbers(wrong) and not summed and not form.endswith(INEXACT)
+    clear = clear and _in_numbers(wrong) and not summed and not form.endswith(match.INEXACT)
     clear = clear and not (name in OF_LENGTHS and _sequences(question, wrong) <= OF_LENGTHS[name])
     clear = clear and "the first tile alone" not in form  # few rows or keys may be in it
     finding = proofs.finding(
@@ -226,8 +219,8 @@ def _found(
     forms, *more = (part.verdict.forms(name, part.tensors) for part in parts)
     alike = tuple(x for x in forms if all(x in others for others in more))
     planted = {part.verdict.stage: bug for part, bug in zip(parts, bugs, strict=True)}
-    finding = replace(finding, form=form, forms=alike, planted=planted)
-    return replace(finding, sight=sight_of(question, bugs[0]))
+    sight = sight_of(question, bugs[0])
+    return replace(finding, form=form, forms=alike, planted=planted, sight=sight)
 
 
 def _title(name: str, form: str, must: str) -> str:

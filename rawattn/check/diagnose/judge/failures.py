@@ -14,19 +14,11 @@ from typing import Any, cast
 import numpy as np
 
 from rawattn.check.candidate import Candidate, Unsupported
-from rawattn.check.cases import DTYPES, Case, Tensors, in_use, lse_dtype, make
+from rawattn.check.cases import DTYPES, Case, Tensors, lse_dtype, make
 from rawattn.check.diagnose.catalogue.classes import CLASSES
 from rawattn.check.diagnose.engine.attention import empty, solve
 from rawattn.check.diagnose.engine.effort import spent
-from rawattn.check.diagnose.engine.question import (
-    STAGES,
-    TENSORS,
-    WIDE,
-    Answers,
-    Question,
-    by_rows,
-    tensors_in,
-)
+from rawattn.check.diagnose.engine.question import STAGES, TENSORS, WIDE, Answers, Question, by_rows
 from rawattn.check.diagnose.evidence.precision import rows_off
 from rawattn.check.diagnose.evidence.support import NO_RULE
 from rawattn.check.diagnose.findings import CONFIDENCE, NAMELESS, Diagnosis, Finding, of_sides
@@ -92,14 +84,11 @@ def explain_failures(
     joined = _joined(f"{candidate.name} against {against}", found)
     findings = _as_failing(joined.findings)
     for first in findings[:1]:
-        alike = [(one, kind[0]) for kind, of in found for one in of.findings if _alike(one, first)]
+        every = [(one, kind[0]) for kind, of in found for one in of.findings]
+        alike = [x for x in every if (x[0].bug, x[0].side) == (first.bug, first.side)]
         alike.sort(key=lambda pair: pair[0].planted is not first.planted)
         findings[0] = _asked_once_more(candidate, first, [case for _, case in alike])
     return replace(joined, findings=tuple(findings))
-
-
-def _alike(one: Finding, other: Finding) -> bool:
-    return (one.bug, one.side) == (other.bug, other.side)
 
 
 def _asked_once_more(candidate: Candidate, f: Finding, cases: Sequence[Case]) -> Finding:
@@ -123,7 +112,7 @@ def _holds(candidate: Candidate, f: Finding, case: Case, lengths: Sequence[int])
     except Exception:  # of what it throws was told before; a plant may be of its problem alone
         return True
     for name, x in (pair for of in due for pair in of.items()):
-        if name in tensors_in(f.where) & answers.keys():
+        if name in f.tensors & answers.keys():
             found, planted = (by_rows(name, y) for y in (answers[name], x))
             rows = np.repeat(asked.sequence_of(name)[:, None] >= 0, planted.shape[1], axis=1)
             if rows_off(found, planted, rows, NEAR[asked.dtype.itemsize]).any():
@@ -133,16 +122,12 @@ def _holds(candidate: Candidate, f: Finding, case: Case, lengths: Sequence[int])
 
 def _least(candidate: Candidate, f: Finding, cases: Sequence[Case]) -> str:
     """All that is wrong on the smallest problem of the stage of a finding, in the fewest words."""
-    stages = [*stages_of(f.where), *(x for x, name in PASSES.items() if name in f.where)]
-    alone = {
-        stage: of_stage(candidate, stage) for stage in dict.fromkeys(stages) if stage in STAGES
-    }
-    stage, one = next(((x, of) for x, of in alone.items() if of is not None), ("", None))
-    if one is None:
-        return ""
-    asker = Asker(one, stage, partial(question_of, clean=True), answers_of)
-    found = (least(asker, candidate.fit(small(case))) for case in cases)
-    return min(filter(None, found), key=len, default="")
+    for stage in (x for x in STAGES if x in stages_of(f.where) or PASSES[x] in f.where):
+        if (one := of_stage(candidate, stage)) is not None:
+            asker = Asker(one, stage, partial(question_of, clean=True), answers_of)
+            found = (least(asker, candidate.fit(small(case))) for case in cases)
+            return min(filter(None, found), key=len, default="")
+    return ""
 
 
 def _as_failing(findings: Sequence[Finding]) -> list[Finding]:
@@ -210,12 +195,10 @@ def small(case: Case) -> Case:
         if case.lengths_q != case.lengths_k:
             lengths_q, lengths_k = (13, unit + 11, 1, 37), (29, longest, 5, 16)
     plain: dict[str, Any] = {"poisoned": (), "past_q": 0, "past_k": 0, "strided": False}
-    plain |= {"lengths_q": lengths_q, "lengths_k": lengths_k, "direction": (True, True, True)}
-    plain |= {"sinks_direction": True}
-    plain |= {"seqused_k": None if case.seqused_k is None else in_use(lengths_k)}
+    plain |= {"direction": (True, True, True), "sinks_direction": True}
     if isinstance(case, SparseCase):
         plain |= {"gate_direction": True, "index_dtype": "int32"}
-    return replace(case, name="small", **plain)
+    return with_lengths(replace(case, name="small", **plain), (lengths_q, lengths_k))
 
 
 def question_of(case: Case, seed: int = 0, *, clean: bool = False) -> Question:
@@ -343,7 +326,7 @@ def _joined(title: str, found: Sequence[Kind]) -> Diagnosis:
             what = one.title if one.bug == "unknown" else ""
             said.setdefault((one.side, one.bug, what), []).append((one, kind))
 
-    tensors = {what: tensors_in(of[0][0].where) for what, of in said.items()}
+    tensors = {what: of[0][0].tensors for what, of in said.items()}
     fineness = {  # of the numbers of the cases that were looked at
         what: max(DTYPES.index(cases[0].dtype) for _, (cases, _) in of) for what, of in said.items()
     }

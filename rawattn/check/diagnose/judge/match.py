@@ -266,7 +266,7 @@ class Stage:
             name = next(iter(told))
             places = f"in {' and '.join(told)} alone"
             if (changed[name] & ~told[name]).any():
-                of_rows = [*where(self.question, name, told[name], changed[name])][1:]
+                of_rows = where(self.question, name, told[name], changed[name])
                 places = f"in some rows, {', '.join(of_rows)}"
             elif not any(changed[n].any() for n in {*self.tensors} - {*told}):
                 continue  # it is all of the bug

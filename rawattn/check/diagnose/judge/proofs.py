@@ -180,16 +180,13 @@ def of_structure(verdict: StageVerdict, side: str) -> Finding:
 NEEDED = {"forward": ("out", "lse"), "backward": ("dq", "dk", "dv")}
 # where to look, by which of these are wrong
 CONCLUSIONS: dict[tuple[str, ...], str] = {
-    ("out",): "what comes after P, since lse is right and so scores, mask and row sums are: the "
-    "product P V, v itself and its layout, the rescaling and the store of out",
+    ("out",): "what comes after P, as lse is right: P V, v and its layout, rescaling, the store",
     ("lse",): "how lse is made of the maximum and the row sum, and its store: out is right",
     ("out", "lse"): "the scores and the mask, and the row sums",
     ("dv",): "the product P^T dout and the store of dv: P is right, since dq and dk are",
     ("dq",): "the product dS K and the store of dq: dS is right, since dk is",
     ("dk",): "the product dS^T Q and the store of dk: dS is right, since dq is",
-    ("dq", "dk"): "dS = P o (dP - D): P is right, since dv is; so the row term D (delta), dP, "
-    "or a factor on dS (a mask, a dropout, a slope of the scores)",
-    ("dk", "dv"): "the sums over queries and over the heads of a group, and their stores: P and dS "
-    "are right, since dq is",
+    ("dq", "dk"): "dS = P o (dP - D), as dv and so P is right: D (delta), dP, or a factor on dS",
+    ("dk", "dv"): "sums over queries and heads of a group, and stores: P, dS are right, as dq is",
     ("dq", "dk", "dv"): "P = exp(S - lse): the scores, the mask, and the lse that is read",
 }

@@ -43,7 +43,7 @@ def _said_of(read: Weights, second: Callable[[], Weights], support: Support | No
     places, (seen, alive) = read.places, seen_of(read)
     said = Said(read, Support(places, places.rights & seen, ()))
     if not alive.all():
-        told = ", ".join([*where(places.question, "out", ~alive.T)][1:])
+        told = ", ".join(where(places.question, "out", ~alive.T))
         said.wrong.append(f"{np.count_nonzero(~alive)} of {alive.size} rows are NaN: {told}")
     alive = alive & _telling(read)
     due = seen & places.rights & alive[..., None]
@@ -52,9 +52,7 @@ def _said_of(read: Weights, second: Callable[[], Weights], support: Support | No
     here = _pairs(said, read)
     if (here[1] != places.rights)[alive].any():
         said.support = support or support_of(here, _pairs(said, second()))
-    if said.unread and not said.support.named:
-        said.unread[:] = ["the weights are not those of these queries and keys, if of any"]
-    else:
+    if said.support.named or not said.unread:
         _say_support(said, alive)
     if not said.unread:
         say_passed(said) if read.passed else say_sums(said, second)
@@ -77,7 +75,7 @@ def _say_scores(said: Said, x: Field, second: Callable[[], Weights]) -> None:
     elif x.left(np.zeros_like(c.S)) * x.noise < COARSE:
         said.right.append("scores and softmax_scale, roughly")
     else:
-        said.unread.append("the weights of keys that are rightly seen are wrong in another way")
+        said.unread.append("the weights of keys that must be seen are other numbers")
 
 
 def _telling(read: Weights) -> Array:
