@@ -60,10 +60,12 @@ def told(of: Table, question: Question) -> str:
     heads = np.flatnonzero(of.off[:, rows].any(axis=(1, 2)))
     head, off = int(heads[0]), of.off[heads[0], rows]
     first = int(question.offsets("k")[b]) if of.columns == "j" else 0
-    pieces: dict[str, list[int]] = {}
+    pieces, lists = dict[str, list[int]](), question.block_indices
     for row in rows[off.any(axis=1)]:
-        blocks = _blocks(question, head, int(row)) if of.side == "q" else ""
-        text = _told_of_row(of, head, int(row), first) + blocks
+        text = _told_of_row(of, head, int(row), first)
+        if lists is not None and of.side == "q":
+            listed = lists[row, head * lists.shape[1] // question.num_heads_q]
+            text += f" (its blocks {', '.join(map(str, listed))})"
         pieces.setdefault(text, []).append(int(row - rows[0]))
     said = [f"{of.row} = {named('', places)}: {text}" for text, places in pieces.items()]
     more = len(said) - PIECES
@@ -78,15 +80,6 @@ def told(of: Table, question: Question) -> str:
     if np.count_nonzero(off.any(axis=1)) > 2 and 2 * len(few) < off.shape[1]:
         count += f", all of {of.column(few - first)}"
     return f"{of.name}{which} is wrong{count}: {'; '.join(said)}"
-
-
-def _blocks(question: Question, head: int, row: int) -> str:
-    """The list of a query."""
-    if question.block_indices is None:
-        return ""
-    lists = np.asarray(question.block_indices)
-    listed = lists[row, head * lists.shape[1] // question.num_heads_q]
-    return f" (its blocks {', '.join(map(str, listed))})"
 
 
 def _told_of_row(of: Table, head: int, row: int, first: int) -> str:
@@ -136,9 +129,8 @@ def _other_row(of: Table, head: int, row: int, columns: Array) -> str:
     near = np.abs(of.due - found)[..., columns].max(axis=-1) <= of.noise * size
     if np.count_nonzero(near) == 1:
         h, i = np.argwhere(near)[0]
-        return "is that of " + ", ".join(
-            [f"head {h}"] * int(h != head) + [f"{of.row} {i - row:+d}"] * int(i != row)
-        )
+        parts = [f"head {h}"] * int(h != head) + [f"{of.row} {i - row:+d}"] * int(i != row)
+        return f"is that of {', '.join(parts)}"
     if not np.isfinite(found[columns]).all():
         return "is not finite"
     off = np.abs(found - of.due[head, row]).max(initial=0.0)

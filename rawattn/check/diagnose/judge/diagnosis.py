@@ -50,15 +50,10 @@ def diagnose(
     until = spent() + EFFORT if until is None else until
     given, strange = _well_formed(question, answers, side)
     whole = question
-
-    def again(asked: Question) -> Answers:
-        return {} if call is None else _with_rows(_well_formed(asked, call(asked), "")[0])
-
     question, part, fact = cut(whole, _with_rows(given))
-    asked_again = None if call is None else again
-    found, facts = _judge(question, part, side, asked_again, until, told)
+    found, facts = _judge(question, part, side, call, until, told)
     if any(one.bug == "unknown" for one in found) and (run := _numbers(question, part)):
-        others, _ = _judge(*sequences_of(question, part, *run), side, asked_again, until, UNREAD)
+        others, _ = _judge(*sequences_of(question, part, *run), side, call, until, UNREAD)
         if others and not any(one.bug in NAMELESS for one in others):
             found = others
             facts.append(f"{side}: there is NaN in sequences other than {run[0]} to {run[1] - 1}")
@@ -68,6 +63,10 @@ def diagnose(
         found += proofs.of_sinks(question, given, side, found)
     facts = [sizes_of(whole), *([f"{side}: {fact}"] if fact else []), *facts]
     return told.told(Diagnosis(side, (*strange, *found), (side,), tuple(facts)), side)
+
+
+def _again(call: Call, asked: Question) -> Answers:
+    return _with_rows(_well_formed(asked, call(asked), "")[0])
 
 
 def _numbers(question: Question, answers: Answers) -> tuple[int, int] | None:
@@ -125,7 +124,7 @@ def _few(lengths: Sequence[int]) -> str:
 def _judge(
     question: Question, answers: Answers, side: str, call: Call | None, until: float, told: Readings
 ) -> tuple[list[Finding], list[str]]:
-    races = [] if call is None else proofs.of_race(question, call, side)
+    races = [] if call is None else proofs.of_race(question, partial(_again, call), side)
     answers = {} if races else answers  # which cannot be judged
     empty_ones, answers = proofs.of_empty(question, answers, side)
     verdicts: list[StageVerdict] = []

@@ -29,7 +29,6 @@ from rawattn.check.diagnose.judge.proofs import finding, reference_of
 from rawattn.check.diagnose.judge.traps import ARRAYS, of_traps
 from rawattn.check.diagnose.judge.whole import costs_of
 from rawattn.check.diagnose.read.name import NEAR, PASSES, UNREAD, Readings, read
-from rawattn.check.diagnose.report.words import stages_of
 from rawattn.check.expected import Expected, Target, expect
 from rawattn.check.sparse_cases import SparseCase
 from rawattn.check.sparse_tensors import SparseTensors
@@ -122,7 +121,7 @@ def _holds(candidate: Candidate, f: Finding, case: Case, lengths: Sequence[int])
 
 def _least(candidate: Candidate, f: Finding, cases: Sequence[Case]) -> str:
     """All that is wrong on the smallest problem of the stage of a finding, in the fewest words."""
-    for stage in (x for x in STAGES if x in stages_of(f.where) or PASSES[x] in f.where):
+    for stage in (x for x in STAGES if x in f.stages or PASSES[x] in f.where):
         if (one := of_stage(candidate, stage)) is not None:
             asker = Asker(one, stage, partial(question_of, clean=True), answers_of)
             found = (least(asker, candidate.fit(small(case))) for case in cases)
@@ -293,7 +292,7 @@ def _raised(side: str, error: Exception, question: Question) -> Finding:
 
 def _of_dtypes(side: str, question: Question, answers: Answers) -> list[Finding]:
     """Results of another dtype than they must have; they are judged in that one nonetheless."""
-    due = {name: _dtype(question, name) for name, x in answers.items() if _real(x)}
+    due = {n: _dtype(question, n) for n, x in answers.items() if x.dtype.name in DTYPES}
     wrong = {n: answers[n].dtype for n, dtype in due.items() if answers[n].dtype != dtype}
     said = [f"{name} is {dtype}; it must be {due[name]}" for name, dtype in wrong.items()]
     return [finding(side, "wrong-dtype", ", ".join(wrong), "proved", said)] if wrong else []
@@ -301,11 +300,8 @@ def _of_dtypes(side: str, question: Question, answers: Answers) -> list[Finding]
 
 def _as_due(question: Question, answers: Answers) -> Answers:
     with np.errstate(over="ignore"):
-        return {n: x.astype(_dtype(question, n)) if _real(x) else x for n, x in answers.items()}
-
-
-def _real(array: np.ndarray) -> bool:
-    return array.dtype.name in DTYPES
+        real = {n: x for n, x in answers.items() if x.dtype.name in DTYPES}
+        return answers | {n: x.astype(_dtype(question, n)) for n, x in real.items()}
 
 
 Kind = tuple[list[Case], Diagnosis]  # cases of one kind, and what was found

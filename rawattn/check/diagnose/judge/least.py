@@ -3,6 +3,7 @@ pass, entry by entry, or else the rows of its results. A rule may hold on some l
 is the whole of it."""
 
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import partial
 from itertools import islice, product
@@ -121,11 +122,9 @@ def _fields(asker: Asker, case: Case, question: Question) -> Iterator[Table]:
     """What a pass makes of a problem, and what it must: from its first step to its results."""
     still: dict[str, Any] = dict.fromkeys(OF_DERIVATIVES)
     alone, stage = replace(question, **still), asker.stage
-    try:
-        ask = partial(asker.answers, asker.candidate)
+    ask, read = partial(asker.answers, asker.candidate), None
+    with suppress(Refused):
         read = READERS[stage][0](ask, alone) if stage in READERS else None
-    except Refused:
-        read = None
     if isinstance(read, Weights):
         yield from _columns(ask, alone, read.P)
     yield from () if read is None else tables_of(read)

@@ -29,9 +29,7 @@ HOW = {
     "jvp": "weights of tout, with unit vectors for tv alone",
     "second": "weights of ddout, with unit vectors for ddv alone",
 }
-LOOK_AT = dict.fromkeys(
-    HOW, "where this pass makes P: scores, mask, row sums or lse, bounds of loops"
-)
+LOOK_AT = dict.fromkeys(HOW, "where it makes P: scores, mask, row sums or lse, bounds of loops")
 LOOK_AT["backward"] = "where P and dS = P o (dP - D) are made, and what comes before dq and dk"
 READERS: dict[str, tuple[Callable[..., Any], Callable[..., Said]]] = {
     "forward": (probe.read_forward, said_of),
