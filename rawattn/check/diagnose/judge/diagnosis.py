@@ -136,11 +136,8 @@ def _judge(
             verdicts.append(verdict)
             if verdict.explained and not verdict.unexplained:
                 hints.append(verdict.explained[0].prediction.bug)
-    facts = [
-        f"{side}: {', '.join(verdict.tensors)} right, with rounding as of {verdict.precision}"
-        for verdict in verdicts
-        if verdict.sound
-    ]
+    sound = {", ".join(of.tensors): of.precision for of in verdicts if of.sound}
+    facts = [f"{side}: {names} right, with rounding as of {of}" for names, of in sound.items()]
     facts += [f"{side}: {verdict.stage}: {CUT}" for verdict in verdicts if verdict.cut]
     findings = _resolve(question, side, verdicts)
     zeros = any(one.bug == "vacuous" for one in empty_ones)

@@ -133,10 +133,8 @@ def _counting(often: int, rule: Rule, places: Places) -> Term:
 
     def of(places: Places) -> Array:
         heads = range(places.question.num_heads_q if places.question.sparse else 1)
-        found = np.ones((len(heads), *places.j.shape))
-        for head in heads:
-            found[head] = np.where(rule.holds(places.of(head)), often, 1)
-        return np.log(found)
+        times = [np.where(rule.holds(places.of(head)), often, 1) for head in heads]
+        return np.log(np.asarray(times, dtype=np.float64))
 
     # of a tile: by places, not by distances or remainders
     other = any(f in ("j - i", "j - p") or "%" in f for f, *_ in rule.spans)
