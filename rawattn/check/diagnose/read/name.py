@@ -74,8 +74,7 @@ class Readings:
         planting made it."""
         findings = list(diagnosis.findings)
         for said in self.of:
-            numbers = range(len(findings))
-            if here := [n for n in numbers if _is_of(findings[n], side, said.stage)]:
+            if here := [n for n, x in enumerate(findings) if _is_of(x, side, said.stage)]:
                 first = min(here, key=lambda n: findings[n].bug in NAMELESS)
                 one = _with(findings[first], said)
                 findings[first] = one if one.sure else replace(one, least=said.table)

@@ -43,8 +43,7 @@ def _said_of(read: Weights, second: Callable[[], Weights], support: Support | No
     places, (seen, alive) = read.places, seen_of(read)
     said = Said(read, Support(places, places.rights & seen, ()))
     if not alive.all():
-        told = ", ".join(where(places.question, "out", ~alive.T))
-        said.wrong.append(f"{np.count_nonzero(~alive)} of {alive.size} rows are NaN: {told}")
+        said.wrong.append(f"rows are NaN: {', '.join(where(places.question, 'out', ~alive.T))}")
     alive = alive & _telling(read)
     due = seen & places.rights & alive[..., None]
     x = Field(logs_of(read, seen) - read.right.S, due, True, noise_of(places))
