@@ -276,7 +276,7 @@ def _of_side(name: str, saved: Saved, question: Question, identify: int) -> Diag
         of_heads = of_sinks(question, saved.answers, name, diagnosis.findings)
         return replace(diagnosis, findings=(*of_rows, *of_heads))
     diagnosis = diagnose(question, saved.answers, side=name)
-    forward = any("forward" in words.stages_of(one.where) for one in diagnosis.findings)
+    forward = any("forward" in one.stages for one in diagnosis.findings)
     left_out = saved.left_out if diagnosis.findings else ()
     for option, changes in meant.options(question, saved.answers, left_out, forward=forward):
         other = diagnose(replace(question, **changes), saved.answers, side=name)

@@ -142,7 +142,7 @@ _FORWARD: dict[str, tuple[Any, ...]] = {
     "summed over the last": (_LAST_SUMS, "of the keys that must be seen with j - i >= -15"),
     "h % heads": ({"kv head": lambda c, g: c.h % 2}, "keys of head h % 2", GROUP),
     "values": ({"V": lambda c, x: c.read("v", 0)}, "takes the values of head 0", GROUP),
-    "NaN": (_NAN_TAIL, " rows are NaN"),
+    "NaN": (_NAN_TAIL, "rows are NaN"),
     "rows": ({"softmax": unwritten}, "rows see no key, or are not written: i % 16 = 15"),
     "of q": (_ROWS_OF_Q, "keys of the row in k - the query's first row in q >= 0 and", UNEQUAL),
     "base 2": ({"lse": by(1 / LN_2)}, "lse is in base 2"),

@@ -6,6 +6,7 @@ from dataclasses import dataclass, field, replace
 import numpy as np
 
 from rawattn.check.diagnose.engine.attention import Bug
+from rawattn.check.diagnose.engine.question import STAGES, tensors_in
 
 CONFIDENCE = ("proved", "high", "medium", "low")
 NAMELESS = ("unknown", "vacuous", "rounding")  # findings that name no bug
@@ -58,6 +59,16 @@ class Finding:
     def rank(self) -> int:
         """The surest first."""
         return CONFIDENCE.index(self.confidence)
+
+    @property
+    def tensors(self) -> set[str]:
+        """Those that it is about."""
+        return tensors_in(self.where)
+
+    @property
+    def stages(self) -> list[str]:
+        """Those of its tensors."""
+        return [stage for stage, tensors in STAGES.items() if self.tensors & {*tensors}]
 
     @property
     def sure(self) -> bool:

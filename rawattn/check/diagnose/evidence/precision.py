@@ -18,9 +18,6 @@ RMS_FIT, ROW_FIT = 2.5, 8.0  # units of noise: of all rows together, of the wors
 Rows = np.ndarray | slice
 
 
-# ---- precision --------------------------------------------------------------------------------
-
-
 class Precision(NamedTuple):
     """``noise`` is that of ``rounding`` times ``factor``; at most a share ``most``."""
 
@@ -63,9 +60,6 @@ def ladder(dtype: np.dtype) -> tuple[Precision, ...]:
         Precision(f"{dtype.name} operands, float32 sums", Rounding(to_dtype(np.float32), half)),
         Precision(f"{dtype.name} in every operation", Rounding(half, half), most=0.3),
     )
-
-
-# ---- how well does it fit? --------------------------------------------------------------------
 
 
 class Fit(NamedTuple):

@@ -78,15 +78,11 @@ def _judged(question: Question, answers: Answers, matrices: Answers, sequence: i
         wrong = np.nonzero(off > NEAR[min(question.dtype.itemsize, 8)] * size)
         if len(wrong[0]):
             at = np.unravel_index(off.argmax(), off.shape)
-            spans = (
-                f"{what} {of.min()} to {of.max()}, most at {most}"
-                for what, of, most in zip(("heads", "queries", "keys"), wrong, at, strict=True)
-            )
-            text = (
-                f"{said}sequence {sequence}: {name} parts first, in {len(wrong[0])} of "
-                f"{looked.sum()} pairs: {'; '.join(spans)}: expected {wanted[at]:.4g}, got "
-                f"{x[at]:.4g}"
-            )
+            axes = zip(("heads", "queries", "keys"), wrong, at, strict=True)
+            spans = (f"{what} {of.min()} to {of.max()}, most at {most}" for what, of, most in axes)
+            text = f"{said}sequence {sequence}: {name} parts first, in {len(wrong[0])} of "
+            text += f"{looked.sum()} pairs: {'; '.join(spans)}"
+            text += f": expected {wanted[at]:.4g}, got {x[at]:.4g}"
             return Parting(name, text, tuple(agree), len(wrong[0]))
         agree.append(name)
         said = f"{', '.join(agree)} right; "

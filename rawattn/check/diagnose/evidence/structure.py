@@ -12,7 +12,6 @@ from rawattn.check.diagnose.engine.question import OF_KEYS, OF_SLOTS, Question, 
 from rawattn.check.diagnose.evidence.places import TILES, of_tiles
 from rawattn.check.diagnose.evidence.rules import Shown, rules_of
 
-COVERED = 0.9  # share of rows that are nearly all
 ROWS = {"q": "row", "k": "key"}
 Bools = npt.NDArray[np.bool_]
 Ints = npt.NDArray[np.int64]
@@ -31,8 +30,8 @@ def named(what: str, indices: Any) -> str:
 
 
 def where(question: Question, tensor: str, bad: Bools, among: Bools | bool = True) -> Iterator[str]:
-    """Where the ``bad`` rows (tokens, heads) lie: heads, sequences, rows, in sentences; ``among``:
-    rows that others are told from."""
+    """Where the ``bad`` rows (tokens, heads) lie: heads, sequences, rows by a rule or how many, in
+    sentences; ``among``: rows that others are told from."""
     within = question.sequence_of(tensor)
     there, row = within >= 0, ROWS[side_of(tensor)]
     head = "kv head" if tensor in OF_KEYS else "selection head" if tensor in OF_SLOTS else "head"
@@ -40,11 +39,10 @@ def where(question: Question, tensor: str, bad: Bools, among: Bools | bool = Tru
     if not bad.any():
         return
     if bad[there].all():
-        yield f"every {row} is wrong"
+        yield f"every {row}"
         return
     of_heads, of_sequences = np.flatnonzero(bad.any(axis=0)), np.unique(within[bad.any(axis=1)])
     sequences = len(np.unique(within[there]))
-    yield f"{bad.sum()} of {there.sum() * heads} {row}s are wrong"
     if len(of_heads) < heads:
         yield f"only {named(head, of_heads)} of {heads}"
     if len(of_sequences) < sequences:
@@ -57,12 +55,8 @@ def where(question: Question, tensor: str, bad: Bools, among: Bools | bool = Tru
         if rule is not None and rule.spans:
             yield f"{words}the {row}s with {rule}"
             return
-    if bad.sum() < COVERED * touched.sum():
-        token = int(np.flatnonzero(bad.any(axis=1))[0])
-        first = f"{row} {question.place_of(tensor)[token]} of sequence {within[token]}"
-        yield f"no pattern of rows, tiles or lengths fits; the first wrong one is {first}"
-    elif not touched[there].all():  # else it would say what the count has said
-        yield f"{'nearly ' * bool((bad != touched).any())}every {row} of these"
+    every = bool((bad == touched).all())
+    yield f"every {row} of these" if every else f"{bad.sum()} of {touched.sum()} {row}s"
 
 
 class _Rows:

@@ -24,19 +24,17 @@ _Read = tuple[Places, Array, Array]  # on a problem, by head: pairs that are kno
 @dataclass(frozen=True, eq=False)
 class Part:
     """Pairs of one of KINDS, alike in some ``heads``; no rule was found for it if that is None.
-    others: rules that hold as well where it was read. listed: what it was there, in words."""
+    others: rules that hold as well where it was read."""
 
     kind: str
     heads: tuple[int, ...]
     rule: Rule | None
     others: Iterable[Rule] = ()
-    listed: str = ""
 
     def text(self, heads: int, verb: str = "") -> str:
         """In words, of so many heads; ``verb`` in place of the kind's."""
         who = "" if len(self.heads) == heads else f" (head {', '.join(map(str, self.heads))})"
-        rule = f"{NO_RULE}, {self.listed}" if self.rule is None else str(self.rule)
-        return f"{verb or f'a query {self.kind}'}{who}: {rule}"
+        return f"{verb or f'a query {self.kind}'}{who}: {self.rule or NO_RULE}"
 
 
 @dataclass(frozen=True, eq=False)
@@ -103,13 +101,8 @@ class Support:
     @property
     def by_no_rule(self) -> "Support":
         """The same without rules, which do not hold elsewhere."""
-        parts = tuple(self._listed(replace(part, rule=None)) for part in self.parts)
+        parts = tuple(replace(part, rule=None) for part in self.parts)
         return replace(self, parts=parts, whole=None)
-
-    def _listed(self, part: Part) -> Part:
-        """A part with what it was where it was read, if no rule tells it."""
-        count = self.inside(part.kind)[part.heads[0]].sum()
-        return part if part.rule else replace(part, listed=f"{count} pairs")
 
     def others(self, places: Places) -> Iterator["Support"]:
         """The same by other rules, which are not alike at these ``places``."""
@@ -163,8 +156,7 @@ def support_of(*read: tuple[Places, Array, Array]) -> Support:
         parts += same.values()
     kinds, alike = {part.kind for part in parts}, all(len(x.heads) == len(seen) for x in parts)
     whole = _whole(*read, own=OTHER not in kinds) if kinds > {LESS} and alike else None
-    found = Support(places, seen, tuple(parts), whole, second)
-    return replace(found, parts=tuple(map(found._listed, parts)))
+    return Support(places, seen, tuple(parts), whole, second)
 
 
 def pairs_of(question: Question, see: See) -> Array:

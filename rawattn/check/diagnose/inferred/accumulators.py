@@ -117,6 +117,6 @@ def without_D(sample: Sample) -> Iterator[Bug]:
     def D(c: Context) -> Floats:
         return np.where(bad[np.ix_(c.view.rows, c.view.heads)].T, 0.0, STEPS["D"](c))
 
-    places = "; ".join([*where(sample.question, "dq", bad)][1:])
+    places = "; ".join(where(sample.question, "dq", bad))
     text = f"D is 0, not dout . out - dlse, in some rows: {places}"
     yield Bug("delta-of-another-out", text, BACKWARD, steps={"D": D})

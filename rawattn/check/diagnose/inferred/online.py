@@ -29,7 +29,6 @@ SUMS = {
     ),
 }
 MERGED: dict[str, Iterable[str]] = {"out": partial_sums.WEIGHTS, "lse": partial_sums.LSES}
-MERGED_WORDS = {"out": "weights", "lse": "lse"}
 WORDS = {"e": "the sum of P o E", "tout": "the sum of (P o E) V", "ptv": "the sum of P tV"}
 
 
@@ -85,7 +84,7 @@ def _merges(c: Context, found: dict[str, Floats]) -> list[Bug]:
             wrong: Any = {of: form for of, form in zip(forms, chosen, strict=True) if form != RIGHT}
             if wrong:
                 planted = partial_sums.steps("forward", cut, partial(merged, **wrong))
-                said = [f"{MERGED_WORDS[of]} {form}" for of, form in wrong.items()]
+                said = [f"{of.replace('out', 'weights')} {form}" for of, form in wrong.items()]
                 form = "; ".join([*said, at])
                 near.append((total, Bug("partial-merge", form, FORWARD, steps=planted)))
     return [bug for _, bug in sorted(near, key=lambda one: one[0])[:MOST]]

@@ -128,7 +128,7 @@ def _in_words(sample: Sample, found: Found) -> str:
         number = f"{x.flat[0]:g}" if (x == x.flat[0]).all() else "another number"
         none = np.unique(x[~np.isfinite(x)])[::-1]
         kinds = [f"{kind:g}".replace("nan", "NaN") for kind in none] or [number]
-        places = [*where(sample.question, name, rows)][1:] or ["every one"]
-        text = f"is {' or '.join(kinds)} in some rows, {', '.join(places).replace('only ', 'of ')}"
+        places = ", ".join(where(sample.question, name, rows)).replace("only ", "of ")
+        text = f"is {' or '.join(kinds)} in some rows, {places}"
         texts.setdefault(text, []).append(name)
     return "; ".join(f"{' and '.join(names)} {text}" for text, names in texts.items())

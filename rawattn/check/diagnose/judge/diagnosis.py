@@ -18,15 +18,8 @@ from rawattn.check.diagnose.engine.parts import part as sequences_of
 from rawattn.check.diagnose.engine.question import OF_KEYS, OF_SINKS, Answers, Question, by_rows
 from rawattn.check.diagnose.evidence.sight import mask_rule, sight_of
 from rawattn.check.diagnose.findings import NAMELESS, Diagnosis, Finding
-from rawattn.check.diagnose.judge import proofs, rounding
-from rawattn.check.diagnose.judge.match import (
-    GENERIC,
-    INEXACT,
-    LOOSE,
-    Explained,
-    Stage,
-    StageVerdict,
-)
+from rawattn.check.diagnose.judge import match, proofs, rounding
+from rawattn.check.diagnose.judge.match import Explained, Stage, StageVerdict
 from rawattn.check.diagnose.judge.whole import SCORES, cut, of_all, run
 from rawattn.check.diagnose.read.name import PASSES, UNREAD, Readings
 from rawattn.check.diff import FLOATING
@@ -38,7 +31,7 @@ SENTENCES = ("P is", "dS ", "dq is", "dk is", "dv is", "lse is", "the slope ", "
 # in how many sequences chance may show a bug of lengths
 OF_LENGTHS = {"tail-tile-dropped": 2, "tile-skipped": 2, "offsets-shifted": 1}
 ORDER = {name: place for place, name in enumerate(CLASSES)}
-ORDER |= dict.fromkeys(GENERIC, len(ORDER))
+ORDER |= dict.fromkeys(match.GENERIC, len(ORDER))
 
 
 @np.errstate(over="ignore", invalid="ignore", divide="ignore")  # answers may hold anything
@@ -57,15 +50,10 @@ def diagnose(
     until = spent() + EFFORT if until is None else until
     given, strange = _well_formed(question, answers, side)
     whole = question
-
-    def again(asked: Question) -> Answers:
-        return {} if call is None else _with_rows(_well_formed(asked, call(asked), "")[0])
-
     question, part, fact = cut(whole, _with_rows(given))
-    asked_again = None if call is None else again
-    found, facts = _judge(question, part, side, asked_again, until, told)
+    found, facts = _judge(question, part, side, call, until, told)
     if any(one.bug == "unknown" for one in found) and (run := _numbers(question, part)):
-        others, _ = _judge(*sequences_of(question, part, *run), side, asked_again, until, UNREAD)
+        others, _ = _judge(*sequences_of(question, part, *run), side, call, until, UNREAD)
         if others and not any(one.bug in NAMELESS for one in others):
             found = others
             facts.append(f"{side}: there is NaN in sequences other than {run[0]} to {run[1] - 1}")
@@ -75,6 +63,10 @@ def diagnose(
         found += proofs.of_sinks(question, given, side, found)
     facts = [sizes_of(whole), *([f"{side}: {fact}"] if fact else []), *facts]
     return told.told(Diagnosis(side, (*strange, *found), (side,), tuple(facts)), side)
+
+
+def _again(call: Call, asked: Question) -> Answers:
+    return _with_rows(_well_formed(asked, call(asked), "")[0])
 
 
 def _numbers(question: Question, answers: Answers) -> tuple[int, int] | None:
@@ -129,13 +121,10 @@ def _few(lengths: Sequence[int]) -> str:
     return ", ".join(map(str, lengths[:8])) + (", ..." if len(lengths) > 8 else "")
 
 
-# ---- one side ---------------------------------------------------------------------------------
-
-
 def _judge(
     question: Question, answers: Answers, side: str, call: Call | None, until: float, told: Readings
 ) -> tuple[list[Finding], list[str]]:
-    races = [] if call is None else proofs.of_race(question, call, side)
+    races = [] if call is None else proofs.of_race(question, partial(_again, call), side)
     answers = {} if races else answers  # which cannot be judged
     empty_ones, answers = proofs.of_empty(question, answers, side)
     verdicts: list[StageVerdict] = []
@@ -147,11 +136,8 @@ def _judge(
             verdicts.append(verdict)
             if verdict.explained and not verdict.unexplained:
                 hints.append(verdict.explained[0].prediction.bug)
-    facts = [
-        f"{side}: {', '.join(verdict.tensors)} right, with rounding as of {verdict.precision}"
-        for verdict in verdicts
-        if verdict.sound
-    ]
+    sound = {", ".join(of.tensors): of.precision for of in verdicts if of.sound}
+    facts = [f"{side}: {names} right, with rounding as of {of}" for names, of in sound.items()]
     facts += [f"{side}: {verdict.stage}: {CUT}" for verdict in verdicts if verdict.cut]
     findings = _resolve(question, side, verdicts)
     zeros = any(one.bug == "vacuous" for one in empty_ones)
@@ -198,7 +184,7 @@ def _resolve(question: Question, side: str, verdicts: Sequence[StageVerdict]) ->
         names = {name for part in left for name in part.best}
         parts = {name: [part for part in left if name in part.best] for name in names}
         name = min(names, key=lambda name: merit(name, parts[name]))
-        alike = set.intersection(*({*part.best} for part in parts[name])) - {name, *LOOSE}
+        alike = set.intersection(*({*part.best} for part in parts[name])) - {name, *match.LOOSE}
         others = sorted(alike, key=lambda other: ORDER[other])
         found.append(_found(question, side, name, parts[name], others))
         left = [part for part in left if name not in part.best]
@@ -218,7 +204,7 @@ def _found(
     evidence = [_said(name, parts, form, must), *[CUT] * cut]
     clear = not cut and not others and not any(part.verdict.unexplained for part in parts)
     summed = name == "rows-not-written" and {*wrong} <= {*OF_KEYS}  # over queries, maybe none
-    clear = clear and _in_numbers(wrong) and not summed and not form.endswith(INEXACT)
+    clear = clear and _in_numbers(wrong) and not summed and not form.endswith(match.INEXACT)
     clear = clear and not (name in OF_LENGTHS and _sequences(question, wrong) <= OF_LENGTHS[name])
     clear = clear and "the first tile alone" not in form  # few rows or keys may be in it
     finding = proofs.finding(
@@ -229,8 +215,8 @@ def _found(
     forms, *more = (part.verdict.forms(name, part.tensors) for part in parts)
     alike = tuple(x for x in forms if all(x in others for others in more))
     planted = {part.verdict.stage: bug for part, bug in zip(parts, bugs, strict=True)}
-    finding = replace(finding, form=form, forms=alike, planted=planted)
-    return replace(finding, sight=sight_of(question, bugs[0]))
+    sight = sight_of(question, bugs[0])
+    return replace(finding, form=form, forms=alike, planted=planted, sight=sight)
 
 
 def _title(name: str, form: str, must: str) -> str:

@@ -14,19 +14,11 @@ from typing import Any, cast
 import numpy as np
 
 from rawattn.check.candidate import Candidate, Unsupported
-from rawattn.check.cases import DTYPES, Case, Tensors, in_use, lse_dtype, make
+from rawattn.check.cases import DTYPES, Case, Tensors, lse_dtype, make
 from rawattn.check.diagnose.catalogue.classes import CLASSES
 from rawattn.check.diagnose.engine.attention import NO_BUG, Bug, empty, solve
 from rawattn.check.diagnose.engine.effort import spent
-from rawattn.check.diagnose.engine.question import (
-    STAGES,
-    TENSORS,
-    WIDE,
-    Answers,
-    Question,
-    by_rows,
-    tensors_in,
-)
+from rawattn.check.diagnose.engine.question import STAGES, TENSORS, WIDE, Answers, Question, by_rows
 from rawattn.check.diagnose.evidence.precision import rows_off
 from rawattn.check.diagnose.evidence.support import NO_RULE
 from rawattn.check.diagnose.findings import CONFIDENCE, NAMELESS, Diagnosis, Finding, of_sides
@@ -37,7 +29,6 @@ from rawattn.check.diagnose.judge.proofs import finding, reference_of
 from rawattn.check.diagnose.judge.traps import ARRAYS, of_traps
 from rawattn.check.diagnose.judge.whole import costs_of
 from rawattn.check.diagnose.read.name import NEAR, PASSES, UNREAD, Readings, read
-from rawattn.check.diagnose.report.words import stages_of
 from rawattn.check.expected import Expected, Target, expect
 from rawattn.check.sparse_cases import SparseCase
 from rawattn.check.sparse_tensors import SparseTensors
@@ -95,14 +86,11 @@ def explain_failures(
     joined = _joined(f"{candidate.name} against {against}", found)
     findings = _as_failing(joined.findings)
     for first in findings[:1]:
-        alike = [(one, kind[0]) for kind, of in found for one in of.findings if _alike(one, first)]
+        every = [(one, kind[0]) for kind, of in found for one in of.findings]
+        alike = [x for x in every if (x[0].bug, x[0].side) == (first.bug, first.side)]
         alike.sort(key=lambda pair: pair[0].planted is not first.planted)
         findings[0] = _asked_once_more(candidate, first, [case for _, case in alike])
     return replace(joined, findings=tuple(findings))
-
-
-def _alike(one: Finding, other: Finding) -> bool:
-    return (one.bug, one.side) == (other.bug, other.side)
 
 
 def _asked_once_more(candidate: Candidate, f: Finding, cases: Sequence[Case]) -> Finding:
@@ -137,7 +125,7 @@ def _holds(candidate: Candidate, f: Finding, case: Case, lengths: Sequence[int])
     apart = case.lengths_q != case.lengths_k
     other = with_lengths(small(case), (tuple(lengths), tuple(lengths[:: -1 if apart else 1])))
     asked = question_of(candidate.fit(other), clean=True)
-    return _gives(candidate, asked, f.planted, tensors_in(f.where))
+    return _gives(candidate, asked, f.planted, f.tensors)
 
 
 def _gives(
@@ -165,12 +153,10 @@ def _gives(
 
 def _least(candidate: Candidate, f: Finding, cases: Sequence[Case]) -> str:
     """All that is wrong on the smallest problem of the stage of a finding, in the fewest words."""
-    stages = [*stages_of(f.where), *(x for x, name in PASSES.items() if name in f.where)]
-    stages = ["forward" if stage == "sliding" else stage for stage in stages or STAGES]
-    for stage in dict.fromkeys(stages):
-        alone = of_stage(candidate, stage)
-        if alone is not None:
-            asker = Asker(alone, stage, partial(question_of, clean=True), answers_of)
+    stages = [x for x in STAGES if x in f.stages or PASSES[x] in f.where] or STAGES
+    for stage in stages:
+        if (one := of_stage(candidate, stage)) is not None:
+            asker = Asker(one, stage, partial(question_of, clean=True), answers_of)
             told = [*filter(None, (least(asker, candidate.fit(small(case))) for case in cases))]
             if told:
                 return min(told, key=len)
@@ -242,12 +228,10 @@ def small(case: Case) -> Case:
         if case.lengths_q != case.lengths_k:
             lengths_q, lengths_k = (13, unit + 11, 1, 37), (29, longest, 5, 16)
     plain: dict[str, Any] = {"poisoned": (), "past_q": 0, "past_k": 0, "strided": False}
-    plain |= {"lengths_q": lengths_q, "lengths_k": lengths_k, "direction": (True, True, True)}
-    plain |= {"sinks_direction": True}
-    plain |= {"seqused_k": None if case.seqused_k is None else in_use(lengths_k)}
+    plain |= {"direction": (True, True, True), "sinks_direction": True}
     if isinstance(case, SparseCase):
         plain |= {"gate_direction": True, "index_dtype": "int32"}
-    return replace(case, name="small", **plain)
+    return with_lengths(replace(case, name="small", **plain), (lengths_q, lengths_k))
 
 
 def question_of(case: Case, seed: int = 0, *, clean: bool = False) -> Question:
@@ -346,7 +330,7 @@ def _raised(side: str, error: Exception, question: Question) -> Finding:
 
 def _of_dtypes(side: str, question: Question, answers: Answers) -> list[Finding]:
     """Results of another dtype than they must have; they are judged in that one nonetheless."""
-    due = {name: _dtype(question, name) for name, x in answers.items() if _real(x)}
+    due = {n: _dtype(question, n) for n, x in answers.items() if x.dtype.name in DTYPES}
     wrong = {n: answers[n].dtype for n, dtype in due.items() if answers[n].dtype != dtype}
     said = [f"{name} is {dtype}; it must be {due[name]}" for name, dtype in wrong.items()]
     return [finding(side, "wrong-dtype", ", ".join(wrong), "proved", said)] if wrong else []
@@ -354,11 +338,8 @@ def _of_dtypes(side: str, question: Question, answers: Answers) -> list[Finding]
 
 def _as_due(question: Question, answers: Answers) -> Answers:
     with np.errstate(over="ignore"):
-        return {n: x.astype(_dtype(question, n)) if _real(x) else x for n, x in answers.items()}
-
-
-def _real(array: np.ndarray) -> bool:
-    return array.dtype.name in DTYPES
+        real = {n: x for n, x in answers.items() if x.dtype.name in DTYPES}
+        return answers | {n: x.astype(_dtype(question, n)) for n, x in real.items()}
 
 
 Kind = tuple[list[Case], Diagnosis]  # cases of one kind, and what was found
@@ -379,7 +360,7 @@ def _joined(title: str, found: Sequence[Kind]) -> Diagnosis:
             what = one.title if one.bug == "unknown" else ""
             said.setdefault((one.side, one.bug, what), []).append((one, kind))
 
-    tensors = {what: tensors_in(of[0][0].where) for what, of in said.items()}
+    tensors = {what: of[0][0].tensors for what, of in said.items()}
     fineness = {  # of the numbers of the cases that were looked at
         what: max(DTYPES.index(cases[0].dtype) for _, (cases, _) in of) for what, of in said.items()
     }
@@ -443,9 +424,6 @@ def _plainness(case: Case) -> tuple[bool, bool, int]:
     special |= case.softcap is not None or case.sinks or case.seqused_k is not None
     odd = case.head_dim != case.head_dim_v or max(case.lengths_k, default=0) == 0
     return odd, special, -DTYPES.index(case.dtype)
-
-
-# ---- a question as a candidate is asked one -----------------------------------------------------
 
 
 def _expected(question: Question) -> Expected:

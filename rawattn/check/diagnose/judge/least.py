@@ -21,6 +21,7 @@ from rawattn.check.diagnose.engine.question import (
     side_of,
 )
 from rawattn.check.diagnose.evidence.tables import Table, told
+from rawattn.check.diagnose.judge.diagnosis import sizes_of
 from rawattn.check.diagnose.read import branches
 from rawattn.check.diagnose.read.name import BEYOND, NEAR, READERS
 from rawattn.check.diagnose.read.probe import OF_DERIVATIVES, Ask, Refused
@@ -82,7 +83,7 @@ def least(asker: Asker, case: Case) -> str:
         question = asker.question(one)
         texts = (told(field, question) for field in _fields(asker, one, question))
         said += [moved + text for text in islice(filter(None, texts), 1)]
-    return f"{_described(shown)}: {'; '.join(said)}" if said else ""
+    return f"{sizes_of(asker.question(shown))}: {'; '.join(said)}" if said else ""
 
 
 def _moved(asker: Asker, case: Case) -> list[tuple[str, Case]]:
@@ -123,24 +124,6 @@ def with_lengths(case: Case, lengths: Lengths) -> Case:
     of_q, of_k = lengths
     used = None if case.seqused_k is None else in_use(of_k)
     return replace(case, lengths_q=of_q, lengths_k=of_k, seqused_k=used)
-
-
-def _described(case: Case) -> str:
-    """The lengths and options of a problem."""
-    of_q, of_k = case.lengths_q, case.lengths_k
-    many = "one sequence" if len(of_q) == 1 else f"{len(of_q)} sequences"
-    lengths = f"{many}, seqlen_q {', '.join(map(str, of_q))}, seqlen_k {', '.join(map(str, of_k))}"
-    heads = f"num_heads_q {case.num_heads_q}, num_heads_kv {case.num_heads_kv}"
-    options = ["causal"] * case.causal
-    options += [f"window {case.window}"] * (case.window != (-1, -1))
-    options += [f"softcap {case.softcap}"] * (case.softcap is not None)
-    options += ["sinks"] * case.sinks
-    used = case.seqused_k
-    options += [] if used is None else [f"seqused_k {', '.join(map(str, used))}"]
-    return ", ".join((lengths, heads, *options))
-
-
-# ---- what is wrong there ------------------------------------------------------------------------
 
 
 def _fields(asker: Asker, case: Case, question: Question) -> Iterator[Table]:
@@ -200,8 +183,8 @@ def _columns(ask: Ask, question: Question, P: Array) -> Iterator[Table]:
     """Which columns of v stand in those of out, where out is not P v: of every key."""
     v = question.v.astype(np.float64).swapaxes(0, 1).repeat(question.group, axis=0)
     out, due = np.asarray(ask(question)["out"], np.float64).swapaxes(0, 1), P @ v
-    near = NEAR[question.dtype.itemsize] * np.abs(due).max(initial=0.0)
-    if np.abs(out - due).max(initial=0.0) <= near:
+    off, size = (np.abs(x).max(initial=0.0) for x in (out - due, due))
+    if off <= NEAR[question.dtype.itemsize] * size:
         return
     numbers = np.arange(1, v.shape[2] + 1)
     found = np.zeros((len(v), v.shape[1], v.shape[2]))

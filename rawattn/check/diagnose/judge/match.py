@@ -58,9 +58,6 @@ BY_OUT = {"tO": second_order.by_given_out}  # a double backward may use the out 
 RIGHT = (NO_BUG, replace(NO_BUG, steps=BY_OUT))
 
 
-# ---- predictions ------------------------------------------------------------------------------
-
-
 @dataclass(frozen=True, eq=False)
 class Prediction:
     """What a stage with ``bug`` gives; a backward one is given this out and lse."""
@@ -128,11 +125,6 @@ class Explained(NamedTuple):
         return max(self.fits[name].rms for name in self.tensors)
 
 
-def _told(bug: Bug) -> bool:
-    """Whether what was read is a listed bug, or says more than these."""
-    return bug.name not in LOOSE and (bug.see is None or bug.name.startswith("sparse-"))
-
-
 class Stage:
     """What a side says to one stage, what is right, and the fits, computed when asked for. asked:
     question, answers and stage. found: its arrays. rights: predictions without a bug, of other
@@ -157,8 +149,9 @@ class Stage:
         self.until, self.shown, self.allows = until, shown, allows
         self.hints = [bug for bug in hints if stage in bug.stages]
         self.read = [bug for bug in told if stage in bug.stages]
-        # masks are told by listed ones in fewer words
-        self.told = [bug for bug in self.read if _told(bug)]
+        # of what was read: masks are told by listed bugs in fewer words
+        told = [bug for bug in self.read if bug.name not in LOOSE]
+        self.told = [bug for bug in told if bug.see is None or bug.name.startswith("sparse-")]
         self.found = {name: np.asarray(answers[name]) for name in STAGES[stage] if name in answers}
         right_ones = self.planted(RIGHT if stage == "second" else RIGHT[:1])
         self.rights = [*right_ones, *self.with_other_inputs([NO_BUG])]
@@ -269,7 +262,7 @@ class Stage:
             name = next(iter(told))
             places = f"in {' and '.join(told)} alone"
             if (changed[name] & ~told[name]).any():
-                of_rows = [*where(self.question, name, told[name], changed[name])][1:]
+                of_rows = where(self.question, name, told[name], changed[name])
                 places = f"in some rows, {', '.join(of_rows)}"
             elif not any(changed[n].any() for n in {*self.tensors} - {*told}):
                 continue  # it is all of the bug

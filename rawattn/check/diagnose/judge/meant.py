@@ -40,9 +40,6 @@ def options(
     yield from _of_scale(question, answers) if "softmax_scale" in left_out else ()
 
 
-# ---- who sees whom ----------------------------------------------------------------------------
-
-
 def _read(question: Question, answers: Answers) -> np.ndarray | None:
     """Which token sees which, (total_q, total_k), read off out, where all heads see one interval:
     no other one sums up to their numbers. None where they do not, or as the question says."""
@@ -96,9 +93,6 @@ def _offsets(wanted: np.ndarray) -> Iterator[Option]:
         farthest = np.maximum.accumulate(n - 1 - linked[:, ::-1].argmax(axis=1))
         of = np.append(0, np.flatnonzero(farthest == np.arange(n)) + 1)
         yield f"cu_seqlens = {of.tolist()}", {"cu_seqlens_q": of, "cu_seqlens_k": of}
-
-
-# ---- numbers ----------------------------------------------------------------------------------
 
 
 def _of_scale(question: Question, answers: Answers) -> Iterator[Option]:

@@ -52,9 +52,6 @@ def of_form(side: str, said: dict[str, str], bug: str) -> list[Finding]:
     return [finding(*given, title=title, look_at=look_at)] if said else []
 
 
-# ---- numbers that say nothing of how they were made ---------------------------------------------
-
-
 def reference_of(question: Question, names: Collection[str], given: Given) -> Answers:
     """The right values of these, a backward pass given this out and lse."""
     found: Answers = {}
@@ -113,9 +110,6 @@ def of_past(q: Question | Case, answers: Answers, side: str, sure: str = "medium
     return [finding(*given, title=title, look_at=look_at)] if said else []
 
 
-# ---- sinks ------------------------------------------------------------------------------------
-
-
 def of_sinks(
     question: Question, answers: Answers, side: str, others: Sequence[Finding]
 ) -> list[Finding]:
@@ -168,9 +162,6 @@ def _change(q: Question, tensor: str, first: np.ndarray, again: np.ndarray) -> t
     return float(np.nan_to_num(off, nan=np.inf).max(initial=0.0)), allowed
 
 
-# ---- structure --------------------------------------------------------------------------------
-
-
 def of_structure(verdict: StageVerdict, side: str) -> Finding:
     """What can be said of wrong tensors that no bug of the catalogue reproduces."""
     work, names = verdict.work, verdict.unexplained
@@ -189,16 +180,13 @@ def of_structure(verdict: StageVerdict, side: str) -> Finding:
 NEEDED = {"forward": ("out", "lse"), "backward": ("dq", "dk", "dv")}
 # where to look, by which of these are wrong
 CONCLUSIONS: dict[tuple[str, ...], str] = {
-    ("out",): "what comes after P, since lse is right and so scores, mask and row sums are: the "
-    "product P V, v itself and its layout, the rescaling and the store of out",
+    ("out",): "what comes after P, as lse is right: P V, v and its layout, rescaling, the store",
     ("lse",): "how lse is made of the maximum and the row sum, and its store: out is right",
     ("out", "lse"): "the scores and the mask, and the row sums",
     ("dv",): "the product P^T dout and the store of dv: P is right, since dq and dk are",
     ("dq",): "the product dS K and the store of dq: dS is right, since dk is",
     ("dk",): "the product dS^T Q and the store of dk: dS is right, since dq is",
-    ("dq", "dk"): "dS = P o (dP - D): P is right, since dv is; so the row term D (delta), dP, "
-    "or a factor on dS (a mask, a dropout, a slope of the scores)",
-    ("dk", "dv"): "the sums over queries and over the heads of a group, and their stores: P and dS "
-    "are right, since dq is",
+    ("dq", "dk"): "dS = P o (dP - D), as dv and so P is right: D (delta), dP, or a factor on dS",
+    ("dk", "dv"): "sums over queries and heads of a group, and stores: P, dS are right, as dq is",
     ("dq", "dk", "dv"): "P = exp(S - lse): the scores, the mask, and the lse that is read",
 }

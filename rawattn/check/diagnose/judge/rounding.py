@@ -51,10 +51,8 @@ def of_right(verdict: StageVerdict, side: str, *, zeros: bool) -> list[Finding]:
         return found
     off = {name: verdict.null[name].relative for name in verdict.tensors}
     most = max(off, key=lambda name: off[name])
-    said = (
-        f"{', '.join(verdict.tensors)} are right to the rounding of {verdict.precision}, not to "
-        f"that of {finest}: {most} is off by {off[most]:.1g} of its size"
-    )
+    said = f"{', '.join(verdict.tensors)} are right to the rounding of {verdict.precision}, not to "
+    said += f"that of {finest}: {most} is off by {off[most]:.1g} of its size"
     where = f"{verdict.stage}: {', '.join(name for name in off if off[name] > off[most] / 8)}"
     # float16 may be TF32, which is allowed of float32 operands and has as many bits: of all of them
     of_64 = verdict.work.question.dtype == np.float64

@@ -65,9 +65,6 @@ def _heads(question: Question, answers: Answers, count: int) -> tuple[Question, 
     return replace(question, **changes), {name: kept(name, x) for name, x in answers.items()}
 
 
-# ---- all rows -----------------------------------------------------------------------------------
-
-
 def of_all(
     question: Question, answers: Answers, side: str, findings: Sequence[Finding]
 ) -> list[Finding]:

@@ -15,15 +15,8 @@ from rawattn.check.diagnose.evidence import tables
 from rawattn.check.diagnose.evidence.places import places_of
 from rawattn.check.diagnose.evidence.support import Support
 from rawattn.check.diagnose.findings import NAMELESS, PLAIN, Diagnosis, Finding
-from rawattn.check.diagnose.read import branches
-from rawattn.check.diagnose.read.probe import (
-    Ask,
-    Refused,
-    problem,
-    read_backward,
-    read_forward,
-    with_right,
-)
+from rawattn.check.diagnose.read import branches, probe
+from rawattn.check.diagnose.read.probe import Ask, Refused, problem
 from rawattn.check.diagnose.read.said import Said
 from rawattn.check.diagnose.read.slopes import said_of_backward
 from rawattn.check.diagnose.read.tables import tables_of
@@ -36,13 +29,11 @@ HOW = {
     "jvp": "weights of tout, with unit vectors for tv alone",
     "second": "weights of ddout, with unit vectors for ddv alone",
 }
-LOOK_AT = dict.fromkeys(
-    HOW, "where this pass makes P: scores, mask, row sums or lse, bounds of loops"
-)
+LOOK_AT = dict.fromkeys(HOW, "where it makes P: scores, mask, row sums or lse, bounds of loops")
 LOOK_AT["backward"] = "where P and dS = P o (dP - D) are made, and what comes before dq and dk"
 READERS: dict[str, tuple[Callable[..., Any], Callable[..., Said]]] = {
-    "forward": (read_forward, said_of),
-    "backward": (read_backward, said_of_backward),
+    "forward": (probe.read_forward, said_of),
+    "backward": (probe.read_backward, said_of_backward),
 }
 BEYOND = {"jvp": branches.read_tangents, "second": branches.read_first_pass}  # no file tells these
 TELLING = {"forward": "out", "backward": "dv"}  # of who sees whom, on any problem
@@ -83,8 +74,7 @@ class Readings:
         planting made it."""
         findings = list(diagnosis.findings)
         for said in self.of:
-            numbers = range(len(findings))
-            if here := [n for n in numbers if _is_of(findings[n], side, said.stage)]:
+            if here := [n for n, x in enumerate(findings) if _is_of(x, side, said.stage)]:
                 first = min(here, key=lambda n: findings[n].bug in NAMELESS)
                 one = _with(findings[first], said)
                 findings[first] = one if one.sure else replace(one, least=said.table)
@@ -179,7 +169,7 @@ def _read(question: Question, stage: str, ask: Ask, known: Known) -> Said:
         return ask(asked)
 
     here = problem(question, 0)
-    reader, say = READERS.get(stage, (BEYOND.get(stage, read_forward), said_of))
+    reader, say = READERS.get(stage, (BEYOND.get(stage, probe.read_forward), said_of))
     found, again = reader(counted, here), cache(partial(_elsewhere, reader, counted, here))
 
     told_of = (tables.told(one, found.places.question) for one in tables_of(found))
@@ -215,7 +205,7 @@ def _third(question: Question, stage: str, ask: Ask) -> tuple[Question, Answers]
     asked = problem(question, 2, other=FURTHER)
     if stage == "backward":
         dout = np.random.default_rng(2).standard_normal((*asked.q.shape[:2], asked.v.shape[2]))
-        _, asked = with_right(replace(asked, dout=dout.astype(asked.q.dtype)))
+        _, asked = probe.with_right(replace(asked, dout=dout.astype(asked.q.dtype)))
     return asked, ask(asked)
 
 

@@ -50,10 +50,7 @@ def _asked(question: Question, answers: Answers, like: Question) -> Callable[[st
     there = [replace(one, dout=None) if question.dout is None else one for one in due]
     same = (_same(one, other) for one, (other, _) in zip(there, parts, strict=False))
     if question.batch != batch * (1 + len(due)) or not all(same):
-        raise ValueError(
-            "its sequences are not those that `dump --identify` writes: write its file anew, as "
-            "this version does"
-        )
+        raise ValueError("its sequences are not those of `dump --identify`: write its file anew")
 
     def ask(stage: str, wanted: Question) -> Answers:
         for one, (_, found) in zip(due, parts, strict=True):

@@ -77,12 +77,9 @@ def _change(
     if (said.see or said.term or said.listed) and _is_right(part(None, read)):
         return Change(["is that of the right weights"], "", _masked, masked=True)
     own = part(said, read)
-    if (
-        said.wrong
-        and own.fits(own.of(by_own_sums))
-        and not own.fits(own.of(lambda c: np.asarray(c.dY)))
-    ):
-        return Change(["has D as the sum of P dP of these weights"], "", by_own_sums, masked=True)
+    if said.wrong and own.fits(own.of(by_own_sums)):
+        if not own.fits(own.of(lambda c: np.asarray(c.dY))):
+            return Change(["has D as the sum of P dP of its weights"], "", by_own_sums, masked=True)
     if same is not None and same.whole and same.dY and own.fits(own.of(same.dY)):
         return same
     return _change_of(own, lambda: part(said, second()))

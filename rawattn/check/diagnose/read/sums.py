@@ -232,6 +232,7 @@ def _say_mass(said: Said, x: _Rows, due: Array) -> None:
     ratio, mass = (x.total - due)[x.known], np.exp(x.total) - np.exp(due)
     sinks = x.places.question.sinks
     sinks = None if sinks is None else np.exp(np.asarray(sinks, dtype=np.float64))[:, None]
+    families = maps.families(x.places.question, True)
     if np.ptp(ratio) < 8 * x.noise:
         mean = number(float(np.exp(-ratio.mean())))
         said.say(f"the weights of a row sum to {mean}, not 1", "")
@@ -239,7 +240,7 @@ def _say_mass(said: Said, x: _Rows, due: Array) -> None:
         text = f"the row sums have those of the same row of all tiles of {tile} queries before too"
         said.say(text, "accumulator-not-reset")
         said.steps["softmax"] = partial(_over_others, partial(_with_before, tile))
-    elif (by := _of_other_rows(x, due)) is not None:
+    elif by := next((one for one in families if x.fit(_moved(one, x.places, due))), None):
         said.say(f"the row sums are those of other rows: {by.words}", "statistics-misplaced")
         said.steps["softmax"] = partial(_over_others, partial(_moved, by))
     elif sinks is not None and (often := _often(x, mass / sinks)):
@@ -253,15 +254,7 @@ def _say_mass(said: Said, x: _Rows, due: Array) -> None:
     elif often := _often(x, mass):
         said.say(f"the row sums have exp(0) of what is no key, {often}", "denominator")
     else:
-        least, most = (number(float(np.exp(by))) for by in (ratio.min(), ratio.max()))
-        text = f"the row sums are times {least} to {most} what they must be"
-        said.say(f"{text}, another number in every row", "denominator")
-
-
-def _of_other_rows(x: _Rows, due: Array) -> maps.Map | None:
-    """Where the row sums are those of other rows, or heads, whose logarithms are ``due``."""
-    families = maps.families(x.places.question, True)
-    return next((by for by in families if x.fit(_moved(by, x.places, due))), None)
+        said.say("the row sums are wrong, by another number in every row", "denominator")
 
 
 def _moved(by: maps.Map, places: Places, L: Array) -> Array:

@@ -43,8 +43,7 @@ def _said_of(read: Weights, second: Callable[[], Weights], support: Support | No
     places, (seen, alive) = read.places, seen_of(read)
     said = Said(read, Support(places, places.rights & seen, ()))
     if not alive.all():
-        told = ", ".join([*where(places.question, "out", ~alive.T)][1:])
-        said.wrong.append(f"{np.count_nonzero(~alive)} of {alive.size} rows are NaN: {told}")
+        said.wrong.append(f"rows are NaN: {', '.join(where(places.question, 'out', ~alive.T))}")
     alive = alive & _telling(read)
     due = seen & places.rights & alive[..., None]
     x = Field(logs_of(read, seen) - read.right.S, due, True, noise_of(places))
@@ -52,9 +51,7 @@ def _said_of(read: Weights, second: Callable[[], Weights], support: Support | No
     here = _pairs(said, read)
     if (here[1] != places.rights)[alive].any():
         said.support = support or support_of(here, _pairs(said, second()))
-    if said.unread and not said.support.named:
-        said.unread[:] = ["the weights are not those of these queries and keys, if of any"]
-    else:
+    if said.support.named or not said.unread:
         _say_support(said, alive)
     if not said.unread:
         say_passed(said) if read.passed else say_sums(said, second)
@@ -77,7 +74,7 @@ def _say_scores(said: Said, x: Field, second: Callable[[], Weights]) -> None:
     elif x.left(np.zeros_like(c.S)) * x.noise < COARSE:
         said.right.append("scores and softmax_scale, roughly")
     else:
-        said.unread.append("the weights of keys that are rightly seen are wrong in another way")
+        said.unread.append("the weights of keys that must be seen are other numbers")
 
 
 def _telling(read: Weights) -> Array:
@@ -135,10 +132,8 @@ def _counting(often: int, rule: Rule, places: Places) -> Term:
 
     def of(places: Places) -> Array:
         heads = range(places.question.num_heads_q if places.question.sparse else 1)
-        found = np.ones((len(heads), *places.j.shape))
-        for head in heads:
-            found[head] = np.where(rule.holds(places.of(head)), often, 1)
-        return np.log(found)
+        times = [np.where(rule.holds(places.of(head)), often, 1) for head in heads]
+        return np.log(np.asarray(times, dtype=np.float64))
 
     # of a tile: by places, not by distances or remainders
     other = any(f in ("j - i", "j - p") or "%" in f for f, *_ in rule.spans)

@@ -101,7 +101,7 @@ def whole(
 def _place(finding: Finding, about: About, width: int) -> list[Text]:
     """Where it is: the functions, their file, the tensors; and how many checks fail."""
     names = about.functions.get(finding.side, {})
-    called = [names[stage] for stage in words.stages_of(finding.where) if stage in names]
+    called = [names[stage] for stage in finding.stages if stage in names]
     functions = " and ".join(f"{name}()" for name in dict.fromkeys(called))
     file = about.files.get(finding.side, "")
     whose = " in ".join(filter(None, (functions, file)))

@@ -7,7 +7,6 @@ from typing import Any
 import numpy as np
 
 from rawattn.check.diagnose.catalogue.classes import CLASSES
-from rawattn.check.diagnose.engine.question import STAGES, tensors_in
 from rawattn.check.diagnose.findings import Diagnosis, Finding
 from rawattn.check.diagnose.harness.causes import HARNESS
 
@@ -45,8 +44,3 @@ def sure(finding: Finding) -> str:
     meant = "" if finding.bug == "vacuous" else SURE.get(finding.confidence, "")
     meant = f"{others} would look the same here" if others else meant
     return f"{finding.confidence}; {meant}".removesuffix("; ")
-
-
-def stages_of(text: str) -> list[str]:
-    """The stages whose tensors a text names."""
-    return [stage for stage, tensors in STAGES.items() if tensors_in(text) & set(tensors)]
