@@ -7,9 +7,10 @@ from functools import partial
 import numpy as np
 
 from rawattn.check.diagnose.catalogue import maps
+from rawattn.check.diagnose.catalogue.second_order import with_values
 from rawattn.check.diagnose.engine.attention import FORWARD, Bug, View, views_of
 from rawattn.check.diagnose.engine.question import Question
-from rawattn.check.diagnose.engine.steps import LOG2_E, STEPS, Context, Floats, Step, changed
+from rawattn.check.diagnose.engine.steps import LOG2_E, STEPS, Context, Floats, Step
 from rawattn.reference.dense import allowed
 
 DERIVED = ("backward", "second", "jvp")
@@ -23,7 +24,7 @@ def bugs(question: Question) -> Iterator[Bug]:
         straight: Step = lambda c: (STEPS["cap"](c)[0], 1.0, 0.0)  # noqa: E731
         yield Bug("softcap-slope-omitted", "1 in its place", DERIVED, steps={"cap": straight})
     if question.sinks is not None:
-        none = partial(_with, lambda c: None)
+        none = with_values("softmax", sink=lambda c: None)
         L, P, P0 = (lambda c: none(c)[0]), (lambda c: none(c)[1]), {"P0": lambda c: 0.0}
         yield Bug("sinks-dropped", "", ("forward", "jvp"), steps={"softmax": none} | P0)
         yield Bug("sinks-dropped", "in lse alone", FORWARD, steps={"L": L})
@@ -58,16 +59,11 @@ def _other_sinks(question: Question) -> Iterator[Bug]:
 
 def with_sink(sink: Step) -> dict[str, Step]:
     """The softmax with another sink."""
-    return {"softmax": partial(_with, sink)}
+    return {"softmax": with_values("softmax", sink=sink)}
 
 
 def _of_heads(sinks: Floats, c: Context) -> Floats:
     return np.asarray(sinks[c.view.heads, None])
-
-
-def _with(sink: Step, c: Context) -> tuple[Floats, Floats]:
-    L, P = STEPS["softmax"](changed(c, sink=sink(c)))
-    return L, P
 
 
 def _used(more: int, question: Question, views: tuple[View, ...]) -> Sequence[View]:
