@@ -8,7 +8,7 @@ import numpy as np
 
 from rawattn.check.diagnose.catalogue import maps
 from rawattn.check.diagnose.catalogue.second_order import with_values
-from rawattn.check.diagnose.engine.attention import FORWARD, Bug, View, views_of
+from rawattn.check.diagnose.engine.attention import FORWARD, Bug, View, each, views_of
 from rawattn.check.diagnose.engine.question import Question
 from rawattn.check.diagnose.engine.steps import LOG2_E, STEPS, Context, Floats, Step
 from rawattn.reference.dense import allowed
@@ -39,7 +39,7 @@ def bugs(question: Question) -> Iterator[Bug]:
         yield Bug("seqused-ignored", "one key too many is in use", see=partial(_used, 1))
         if question.mask_window != (-1, -1):
             text = "the diagonal ends at the last of all keys"
-            yield Bug("seqused-ignored", text, see=_at_all_keys)
+            yield Bug("seqused-ignored", text, see=each(_at_all_keys))
 
 
 def _other_sinks(question: Question) -> Iterator[Bug]:
@@ -72,12 +72,8 @@ def _used(more: int, question: Question, views: tuple[View, ...]) -> Sequence[Vi
     return views_of(replace(question, seqused_k=used))
 
 
-def _at_all_keys(question: Question, views: tuple[View, ...]) -> Sequence[View]:
+def _at_all_keys(question: Question, view: View) -> View:
     """The keys in use alone, but queries are placed as if all keys were."""
-    allotted = np.diff(question.cu_seqlens_k)
-    found = []
-    for view in views:
-        rows, keys = len(view.rows), len(view.keys)
-        mask = allowed(rows, int(allotted[view.sequence]), question.mask_window)
-        found.append(replace(view, weight=mask[None, :, :keys].astype(np.float64)))
-    return found
+    allotted = np.diff(question.cu_seqlens_k)[view.sequence]
+    mask = allowed(len(view.rows), int(allotted), question.mask_window)
+    return replace(view, weight=mask[None, :, : len(view.keys)].astype(np.float64))

@@ -126,6 +126,11 @@ class Bug:
 NO_BUG = Bug("right")
 
 
+def each(of: Callable[..., View], *given: Any) -> See:
+    """What ``of`` makes of every view by itself: of what is given, the question and the view."""
+    return lambda question, views: [of(*given, question, view) for view in views]
+
+
 # ---- who sees whom ----------------------------------------------------------------------------
 
 

@@ -10,7 +10,7 @@ from rawattn.check.diagnose.catalogue import maps
 from rawattn.check.diagnose.catalogue.second_order import JVP, SECOND, with_values
 from rawattn.check.diagnose.catalogue.sparse import lists
 from rawattn.check.diagnose.catalogue.sparse.lists import Change, listed
-from rawattn.check.diagnose.engine.attention import BACKWARD, FIRST, Bug, See, View, per_key
+from rawattn.check.diagnose.engine.attention import BACKWARD, FIRST, Bug, See, View, each, per_key
 from rawattn.check.diagnose.engine.lists import Ints, Lists
 from rawattn.check.diagnose.engine.question import STAGES, Question
 from rawattn.check.diagnose.engine.steps import STEPS, Context, Floats, Step, times
@@ -36,7 +36,7 @@ def bugs(question: Question, different: Callable[[See], bool]) -> Iterator[Bug]:
         if different(see):
             yield Bug(ORDER, words, see=see)
     for words, of in SLOTS.items():
-        if different(see := partial(_in_slots, of)):
+        if different(see := each(_in_slots, of)):
             gated = {name: with_values(name, G=partial(_gate_of, of)) for name in GATED}
             yield Bug(ORDER, words, steps=gated)
             yield Bug(ORDER, f"{words}, and in the gradient", see=see)
@@ -120,17 +120,14 @@ SLOTS: dict[str, Slots] = {
 }
 
 
-def _in_slots(of: Slots, question: Question, views: Sequence[View]) -> Sequence[View]:
-    """The same views, with factors of other slots."""
-    found = []
-    for view in views:
-        if view.lists is None or not question.slots:
-            return views
-        block = (view.keys - question.cu_seqlens_k[view.sequence]) // question.block_size
-        own = question.own & (view.lists.own_block[view.rows, 0] == block)
-        slot = np.where(view.weight > 0, of(np.asarray(view.slot), own, question.slots), -1)
-        found.append(replace(view, slot=slot))
-    return found
+def _in_slots(of: Slots, question: Question, view: View) -> View:
+    """The same view, with factors of other slots."""
+    if view.lists is None or not question.slots:
+        return view
+    block = (view.keys - question.cu_seqlens_k[view.sequence]) // question.block_size
+    own = question.own & (view.lists.own_block[view.rows, 0] == block)
+    slot = np.where(view.weight > 0, of(np.asarray(view.slot), own, question.slots), -1)
+    return replace(view, slot=slot)
 
 
 def _by_place(own: bool, question: Question, views: Sequence[View]) -> Sequence[View]:
@@ -153,7 +150,7 @@ def _by_place(own: bool, question: Question, views: Sequence[View]) -> Sequence[
 
 
 def _gate_of(of: Slots, c: Context) -> Floats | float:
-    return per_key(_in_slots(of, c.question, (c.view,))[0], c.question.block_scale, 1.0)
+    return per_key(_in_slots(of, c.question, c.view), c.question.block_scale, 1.0)
 
 
 def _sorted(order: Callable[[Lists], Ints], x: Lists) -> Lists:
