@@ -2,11 +2,12 @@
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
-from functools import lru_cache, partial
+from functools import partial
 
 import numpy as np
 
 from rawattn.check.diagnose.catalogue import maps
+from rawattn.check.diagnose.catalogue.reading import whole
 from rawattn.check.diagnose.catalogue.second_order import JVP, SECOND, with_values
 from rawattn.check.diagnose.catalogue.sparse import lists
 from rawattn.check.diagnose.catalogue.sparse.lists import Change, listed
@@ -46,8 +47,7 @@ def misread(question: Question) -> Iterator[Bug]:
     """Factors that are read by a map, alone or with all lists."""
     names = ["block_indices", *["block_counts"] * (question.block_counts is not None)]
     for by in lists.maps_of(question) if question.block_scale is not None else ():
-        read = {"G": lambda c, by=by: per_key(c.view, _taken(c.question, by), 1.0)}
-        steps = {name: with_values(name, **read) for name in GATED}
+        steps = {name: with_values(name, G=partial(_gate_by, by)) for name in GATED}
         yield Bug(MISREAD, f"block_scale, {by.words}", steps=steps)
         see, words = listed(partial(lists.moved, by, names)), ", ".join(names)
         yield Bug(MISREAD, f"{words} and block_scale, {by.words}", see=see, steps=steps)
@@ -91,6 +91,10 @@ LEFT_OUT: tuple[Row, ...] = (
 )
 
 
+def _gate_by(by: maps.Map, c: Context) -> Floats | float:
+    return per_key(c.view, whole(c.question, None, "dblock_scale", "block_scale", by), 1.0)
+
+
 def _shares(question: Question) -> Iterator[Row]:
     """Of the heads of a selection some shares of the gradient."""
     heads = question.num_heads_q // np.asarray(question.block_indices).shape[1]
@@ -103,11 +107,6 @@ def _shares(question: Question) -> Iterator[Row]:
 
 def _shared(share: Floats, name: str, c: Context) -> Floats:
     return np.asarray(share[c.view.heads % len(share), None, None] * STEPS[name](c))
-
-
-@lru_cache(maxsize=2)
-def _taken(question: Question, by: maps.Map) -> Floats:
-    return by.moved(maps.geometry(question, "dblock_scale"), np.asarray(question.block_scale))
 
 
 # for slots (heads, n, m), -1 of the own block where none names it, of so many others; own: keys of
