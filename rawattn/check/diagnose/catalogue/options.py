@@ -10,7 +10,7 @@ from rawattn.check.diagnose.catalogue import maps
 from rawattn.check.diagnose.catalogue.second_order import with_values
 from rawattn.check.diagnose.engine.attention import FORWARD, Bug, View, each, views_of
 from rawattn.check.diagnose.engine.question import Question
-from rawattn.check.diagnose.engine.steps import LOG2_E, STEPS, Context, Floats, Step
+from rawattn.check.diagnose.engine.steps import LOG2_E, STEPS, Step
 from rawattn.reference.dense import allowed
 
 DERIVED = ("backward", "second", "jvp")
@@ -53,17 +53,13 @@ def _other_sinks(question: Question) -> Iterator[Bug]:
         found[f"that of {words}"] = sinks[heads]
     for words, others in found.items():
         if (others != sinks).any():
-            steps = with_sink(partial(_of_heads, others))
+            steps = with_sink(lambda c, others=others: others[c.view.heads, None])
             yield Bug("sinks-misplaced", words, FORWARD, steps=steps)
 
 
 def with_sink(sink: Step) -> dict[str, Step]:
     """The softmax with another sink."""
     return {"softmax": with_values("softmax", sink=sink)}
-
-
-def _of_heads(sinks: Floats, c: Context) -> Floats:
-    return np.asarray(sinks[c.view.heads, None])
 
 
 def _used(more: int, question: Question, views: tuple[View, ...]) -> Sequence[View]:

@@ -233,8 +233,6 @@ WEIGHTS: dict[str, Weights] = {text: partial(_shares, taken) for text, taken in 
     "none: parts are added": lambda p: np.ones_like(p.tops),
     "the mean of all parts": lambda p: np.full_like(p.tops, 1 / len(p.tops)),
 }
-
-
 LSES: dict[str, Callable[[Parts], Floats]] = {
     **{text: partial(_whole, taken) for text, taken in TAKEN.items()},
     "the largest of the parts": lambda p: p.lses.max(axis=0),
