@@ -57,9 +57,6 @@ class Results(NamedTuple):
     tout: Floats
 
 
-# ---- parts ------------------------------------------------------------------------------------
-
-
 def _tiles(size: int, m: int) -> list[np.ndarray]:
     return [np.arange(start, min(start + size, m)) for start in range(0, m, size)]
 
@@ -130,9 +127,6 @@ def _exp(x: Floats) -> Floats:
     return np.where(np.isneginf(x), 0.0, np.exp(_finite(x)))
 
 
-# ---- one after the other ----------------------------------------------------------------------
-
-
 def _power(x: float) -> Way:
     return lambda f, r: (f**x, 1.0)
 
@@ -197,9 +191,6 @@ def divided(parts: Parts, sums: Mapping[str, Floats]) -> Results:
         return Results(out, lse, np.zeros_like(lse), np.zeros_like(out))
     e = sums["e"] / total
     return Results(out, lse, e[..., 0], (sums["tout"] + sums["ptv"]) / total - e * out)
-
-
-# ---- merged -----------------------------------------------------------------------------------
 
 
 def _whole(taken: Taken, parts: Parts) -> Floats:

@@ -50,8 +50,6 @@ RESULTS: dict[str, dict[str, tuple[str, ...]]] = {
 # of P', all of them or some alone
 READERS = ("ddout, W, dS', gv", "ddout, dS', gv", "ddout, W", "ddout", "W", "dS', gv", "dS'", "gv")
 
-# ---- other values -----------------------------------------------------------------------------
-
 
 def with_values(name: str, **values: Step) -> Step:
     """A step that takes these values for those of the context."""
@@ -101,8 +99,6 @@ def _through_softmax(c: Context) -> Floats:
     return np.asarray(c.r(c.P * (_of_P(c) - (c.P * _of_P(c)).sum(axis=-1, keepdims=True))))
 
 
-# ---- the table --------------------------------------------------------------------------------
-
 NO_P: Step = multiple("P", 0.0)
 NO_ROWS: Step = lambda c: np.zeros(c.S.shape[:2])  # noqa: E731
 UNDIVIDED: dict[str, Step] = {"P0": sunk(lambda c: np.exp(c.sink - np.maximum(row_max(c), c.sink)))}
@@ -123,9 +119,6 @@ BUGS = (  # those that are not one term
     Bug("not-normalised", "the sink's weight", SECOND + JVP, steps=UNDIVIDED),
     Bug("not-normalised", "tlse", JVP, steps={"tL": lambda c: c.e * np.exp(c.L - row_max(c))}),
 )
-
-
-# ---- terms ------------------------------------------------------------------------------------
 
 
 class Term(NamedTuple):

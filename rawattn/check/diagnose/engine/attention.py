@@ -131,9 +131,6 @@ def each(of: Callable[..., View], *given: Any) -> See:
     return lambda question, views: [of(*given, question, view) for view in views]
 
 
-# ---- who sees whom ----------------------------------------------------------------------------
-
-
 @lru_cache(maxsize=8)
 def views_of(question: Question, sliding: bool = False) -> tuple[View, ...]:
     """The right views; ``sliding``: those of the second branch of block-sparse attention."""
@@ -182,9 +179,6 @@ def sequences(question: Question) -> Iterator[tuple[int, np.ndarray, np.ndarray]
 def heads_of(question: Question, head_kv: int) -> np.ndarray:
     """The query heads of a key/value head."""
     return np.arange(head_kv * question.group, (head_kv + 1) * question.group)
-
-
-# ---- stages -----------------------------------------------------------------------------------
 
 
 def run_steps(c: Context, names: Sequence[str], bug: Bug) -> None:
