@@ -100,7 +100,8 @@ def _of_scores(question: Question) -> Iterator[Bug]:
         width = (question.q if step == "Y" else question.v).shape[2]
         other = min(width, question.q.shape[2])
         for columns in {other, *(width // deep * deep for deep in (16, 32, 64))} - {0, width}:
-            fewer = {step: with_values(step, **{x: partial(_fewer, x, columns) for x in (a, b)})}
+            kept = {x: lambda c, x=x, n=columns: getattr(c, x)[..., :n] for x in (a, b)}
+            fewer = {step: with_values(step, **kept)}
             yield Bug("head-dim-tail", f"{step} of {columns}", stages, steps=fewer)
             first = Map("columns", "", partial(_first, columns))
             yield Bug("head-dim-tail", f"{columns} stored", FIRST, store=stored(first, names))
@@ -119,11 +120,6 @@ def _plain_exp(c: Context) -> tuple[Floats, Floats]:
         sums = weights.sum(axis=-1)
         P = weights / np.where(sums == 0, 1, sums)[..., None]
         return np.log(sums.astype(np.float64)), P.astype(np.float64)
-
-
-def _fewer(operand: str, columns: int, c: Context) -> Floats:
-    """The first columns."""
-    return np.asarray(getattr(c, operand)[..., :columns])
 
 
 def _first(columns: int, g: Geometry) -> At:

@@ -13,7 +13,7 @@ from rawattn.check.diagnose.catalogue.masks import Window, bounds
 from rawattn.check.diagnose.catalogue.reading import taken
 from rawattn.check.diagnose.catalogue.second_order import of_one_pass
 from rawattn.check.diagnose.engine.attention import FIRST, TILES, Bug, View, each
-from rawattn.check.diagnose.engine.question import Answers, Question
+from rawattn.check.diagnose.engine.question import Question
 from rawattn.check.diagnose.engine.steps import STEPS, Context, Floats, changed
 from rawattn.reference.dense import allowed
 
@@ -84,20 +84,15 @@ def _keys_of(of: Ints, own: bool, question: Question, view: View) -> View:
     return replace(view, keys=np.arange(start, start + length), weight=weight)
 
 
-def _all(question: Question, answers: Answers) -> Answers:
-    """A store that moves nothing, and is asked for all sequences, whose rows others have stored."""
-    return answers
-
-
 def _of_tails(question: Question) -> Iterator[Bug]:
     """Rows of q behind a sequence, up to the end of its last tile."""
     for tile, (words, stored) in product(TILES, TAILS.items()) if question.batch > 1 else ():
         text = f"behind a sequence, up to the end of its last tile of {tile}, {words}"
-        see = each(_owned, tile, stored)
-        yield Bug("neighbour-leak", f"rows of q {text}", FIRST, see, store=_all)
+        # a store that moves nothing: then all sequences are asked, of which others store rows
+        bug = Bug("neighbour-leak", "", FIRST, each(_owned, tile, stored), store=lambda _, x: x)
+        yield replace(bug, variant=f"rows of q {text}")
         if stored:
-            zeros = {"Y": _of_zeros}
-            yield Bug("neighbour-leak", f"zeros for q {text}", FIRST, see, zeros, store=_all)
+            yield replace(bug, variant=f"zeros for q {text}", steps={"Y": _of_zeros})
 
 
 def _of_zeros(c: Context) -> Floats:

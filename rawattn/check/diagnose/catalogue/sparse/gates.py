@@ -57,8 +57,7 @@ NO_GRADIENT: dict[str, Step] = dict.fromkeys(("dG", "gG"), lambda c: np.zeros_li
 GATED, MOVED = ("S", "dY", "E", "tdY"), ("E", "tdY")  # what it, and what its direction multiplies
 S, DY, E, TDY = ({name: with_values(name, G=lambda c: 1.0)} for name in GATED)
 STILL_E, STILL_TDY = ({name: with_values(name, tG=lambda c: 0.0)} for name in MOVED)
-NEITHER: dict[str, Step] = {"G": lambda c: 1.0, "tG": lambda c: 0.0}
-AS_IF_1 = S | DY | {name: with_values(name, **NEITHER) for name in MOVED}
+AS_IF_1 = S | DY | {x: with_values(x, G=lambda c: 1.0, tG=lambda c: 0.0) for x in MOVED}
 ON_OUT: dict[str, Step] = S | {
     "O": lambda c: c.r(times(c.o(c.G * c.P), c.V)),
     "dP": lambda c: c.r(c.G * c.r(times(c.dO, c.V.T))),
