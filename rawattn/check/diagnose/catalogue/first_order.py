@@ -84,9 +84,10 @@ def _of_scores(question: Question) -> Iterator[Bug]:
             yield Bug("score-scale", text, FIRST, steps={"Y": partial(_scaled, x=scale)})
             yield Bug("score-scale", f"{text}, scores alone", BACKWARD, steps=alone)
     for bug, text, lse in LSES:
-        yield Bug(bug, text, FORWARD, steps={"L": lambda c, lse=lse: lse(c.softmax[0], row_max(c))})
-        read = with_values("bP", L=lambda c, lse=lse: lse(c.L, row_max(c)))
-        yield Bug(bug, f"{text}, backward", BACKWARD, steps={"bP": read})
+        told = {"L": lambda c, lse=lse: lse(c.softmax[0], row_max(c))}
+        read = {"L": lambda c, lse=lse: lse(c.L, row_max(c))}
+        yield Bug(bug, text, FORWARD, steps=told)
+        yield Bug(bug, f"{text}, backward", BACKWARD, steps={"bP": with_values("bP", **read)})
     without = {"bP": lambda c: c.r(np.exp(c.S))}
     yield Bug("statistics-misplaced", "an lse of 0, as if not written", BACKWARD, steps=without)
     for text, x in (("exp2(S - lse)", 1 / LOG2_E), ("exp(log2(e) (S - lse))", LOG2_E)):

@@ -236,13 +236,17 @@ def origins(question: Question) -> dict[str, Origin]:
     """Rows where sequences may be taken to begin, others than those where they do."""
     found = dict(ORIGINS)
     for words, other in OTHERS.items():
-        found[f"the offset of {words}"] = lambda g, other=other: g.offsets[other(g)]
+        found[f"the offset of {words}"] = partial(_of_others, other)
     sizes = TILES if not question.sparse else (*TILES, question.block_size)
     for (words, of_tile), t in itertools.product(OF_TILES.items(), sizes):
         found[words.format(t)] = of_tile(t)
     sides = [geometry(question, name) for name in "qk"] if question.batch > 1 else []
     others = [x for x, of in found.items() if any((of(g) != g.offsets[:-1]).any() for g in sides)]
     return {words: found[words] for words in others}
+
+
+def _of_others(other: Origin, g: Geometry) -> Ints:
+    return np.asarray(g.offsets[other(g)])
 
 
 def heads(question: Question) -> Iterator[Map]:

@@ -53,7 +53,8 @@ def _other_sinks(question: Question) -> Iterator[Bug]:
         found[f"that of {words}"] = sinks[heads]
     for words, others in found.items():
         if (others != sinks).any():
-            steps = with_sink(lambda c, others=others: others[c.view.heads, None])
+            taken = {"sink": lambda c, others=others: others[c.view.heads, None]}
+            steps = {"softmax": with_values("softmax", **taken)}
             yield Bug("sinks-misplaced", words, FORWARD, steps=steps)
 
 

@@ -183,7 +183,11 @@ def lacking(question: Question) -> str:
 
 def _made(steps: Sequence[str], factor: float) -> dict[str, Step]:
     """Results of steps so many times."""
-    return {name: lambda c, name=name: factor * STEPS[name](c) for name in steps}
+
+    def of(name: str) -> Step:
+        return lambda c: factor * STEPS[name](c)
+
+    return {name: of(name) for name in steps}
 
 
 def _read(sites: Sequence[str], names: Sequence[str], factor: float) -> dict[str, Step]:
