@@ -1,20 +1,26 @@
 """Bugs of what few problems have: a softcap, sinks, keys that are not in use."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from functools import partial
 
 import numpy as np
+import numpy.typing as npt
 
 from rawattn.check.diagnose.catalogue import maps
 from rawattn.check.diagnose.catalogue.second_order import with_values
 from rawattn.check.diagnose.engine.attention import FORWARD, Bug, View, each, views_of
 from rawattn.check.diagnose.engine.question import Question
-from rawattn.check.diagnose.engine.steps import LOG2_E, STEPS, Step
+from rawattn.check.diagnose.engine.steps import LOG2_E, STEPS, Context, Floats, Step
 from rawattn.reference.dense import allowed
 
 DERIVED = ("backward", "second", "jvp")
 ALL = 1 << 40  # keys: more than there are
+# what somebody takes in a tangent for the slope 1 - t^2 of the softcap, with t its tanh
+SLOPES: dict[str, Callable[[Floats], Floats]] = {
+    "1 - t": lambda t: 1 - t,
+    "1 - tanh(t)^2": lambda t: 1 - np.tanh(t) ** 2,
+}
 
 
 def bugs(question: Question) -> Iterator[Bug]:
@@ -23,6 +29,9 @@ def bugs(question: Question) -> Iterator[Bug]:
         yield Bug("softcap-dropped", steps={"cap": lambda c: (c.Y, 1.0, 0.0)})
         straight: Step = lambda c: (STEPS["cap"](c)[0], 1.0, 0.0)  # noqa: E731
         yield Bug("softcap-slope-omitted", "1 in its place", DERIVED, steps={"cap": straight})
+        for words, slope in SLOPES.items():
+            steps = {"cap": partial(_bent, slope, float(question.softcap))}
+            yield Bug("softcap-slope-omitted", f"{words} in its place", ("jvp",), steps=steps)
     if question.sinks is not None:
         none = with_values("softmax", sink=lambda c: None)
         L, P, P0 = (lambda c: none(c)[0]), (lambda c: none(c)[1]), {"P0": lambda c: 0.0}
@@ -42,25 +51,35 @@ def bugs(question: Question) -> Iterator[Bug]:
             yield Bug("seqused-ignored", text, see=each(_at_all_keys))
 
 
+def _bent(slope: Callable[[Floats], Floats], cap: float, c: Context) -> tuple[Floats, ...]:
+    """The step ``cap`` with another slope."""
+    value, _, bend = STEPS["cap"](c)
+    return value, slope(value / cap), bend
+
+
 def _other_sinks(question: Question) -> Iterator[Bug]:
     sinks, h = np.asarray(question.sinks, dtype=np.float64), np.arange(question.num_heads_q)
     raised: Step = lambda c: c.sink + c.S.max(axis=-1, initial=-np.inf)  # noqa: E731
     text = "exp(sink), not relative to the maximum"
     yield Bug("sinks-misplaced", text, FORWARD, steps=with_sink(raised))
     factors = {"softmax_scale ": question.scale, "log2(e) ": LOG2_E, "ln 2 ": 1 / LOG2_E, "0 ": 0.0}
-    found = {f"exp({words}sink)": x * sinks for words, x in factors.items()}
+    found = {f"exp({words}sink)": (x, h) for words, x in factors.items()}
     for words, heads in maps.other_heads(h, len(h), question.group).items():
-        found[f"that of {words}"] = sinks[heads]
-    for words, others in found.items():
-        if (others != sinks).any():
-            taken = {"sink": lambda c, others=others: others[c.view.heads, None]}
-            steps = {"softmax": with_values("softmax", **taken)}
+        found[f"that of {words}"] = 1.0, heads
+    for words, (times, heads) in found.items():
+        if (times * sinks[heads] != sinks).any():
+            steps = with_sink(partial(_of_heads, times, heads))
             yield Bug("sinks-misplaced", words, FORWARD, steps=steps)
 
 
 def with_sink(sink: Step) -> dict[str, Step]:
     """The softmax with another sink."""
     return {"softmax": with_values("softmax", sink=sink)}
+
+
+def _of_heads(times: float, heads: npt.NDArray[np.int64], c: Context) -> Floats:
+    sinks = np.asarray(c.question.sinks, dtype=np.float64)
+    return np.asarray(times * sinks[heads[c.view.heads], None])
 
 
 def _used(more: int, question: Question, views: tuple[View, ...]) -> Sequence[View]:

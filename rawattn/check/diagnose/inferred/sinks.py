@@ -48,7 +48,8 @@ def _terms(question: Question, given: Passed, stage: str) -> dict[str, tuple[Flo
         parts = {"ddsinks D": moved * D, "e D": -e * D, "W": W}
         whole, text = sum(parts.values()), "((ddsinks - e) D + W)"
         weights, rows = {ITS: weights[ITS]}, {text: whole}
-        rows |= {f"{text} without {name}": whole - x for name, x in parts.items()}
+        for how, often in (("without", -1), ("with the other sign of", -2), ("with twice", 1)):
+            rows |= {f"{text} {how} {n}": whole + often * x for n, x in parts.items()}
         rows[f"{text} without dlse in D"] = whole + (moved - e) * dlse
     first = next(iter(rows))
     return {

@@ -49,7 +49,7 @@ AGREEING, SETTLED = 4, 400.0  # kinds of cases; effort after which two of them a
 SURE = ("high", "medium")
 FURTHER = ((21, 3, 50, 0, 38), (70, 9, 33))  # lengths of what is asked once more
 UNUSED: dict[str, Any] = {"seqused_k": None, "sinks": False, "softcap": None, "causal": False}
-UNUSED |= {"window": (-1, -1)}
+UNUSED |= {"window": (-1, -1), "own": False, "gate": False, "counts": False}
 LEAST = 3  # kinds of cases that are made smaller
 OFFSETS = ("cu_seqlens_q", "cu_seqlens_k")
 OPTIONAL = ("sinks", "tsinks", "seqused_k")
@@ -110,7 +110,8 @@ def _asked_once_more(candidate: Candidate, f: Finding, cases: Sequence[Case]) ->
     if f.side != SIDE:
         return f
     first, no = cases[0], {name: {name: x} for name, x in UNUSED.items()}
-    there = (name for name, x in UNUSED.items() if getattr(first, name) != x)
+    there = [name for name, x in UNUSED.items() if getattr(first, name, x) != x]
+    there = [name for name in there if name.partition("_")[0] not in f.bug]  # it is about that
     lacks = ["at other lengths"] * any(not _holds(candidate, f, first, x) for x in FURTHER)
     bare = {f"without {x}": replace(first, **no[x]) for x in there}
     lacks += [text for text, x in bare.items() if not _holds(candidate, f, x, FURTHER[0])]
