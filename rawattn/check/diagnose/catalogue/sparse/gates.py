@@ -10,7 +10,7 @@ from rawattn.check.diagnose.catalogue import maps
 from rawattn.check.diagnose.catalogue.reading import whole
 from rawattn.check.diagnose.catalogue.second_order import JVP, SECOND, with_values
 from rawattn.check.diagnose.catalogue.sparse import lists
-from rawattn.check.diagnose.catalogue.sparse.lists import Change, listed
+from rawattn.check.diagnose.catalogue.sparse.lists import listed
 from rawattn.check.diagnose.engine.attention import BACKWARD, FIRST, Bug, See, View, each, per_key
 from rawattn.check.diagnose.engine.lists import Ints, Lists
 from rawattn.check.diagnose.engine.question import STAGES, Question
@@ -29,11 +29,7 @@ def bugs(question: Question, different: Callable[[See], bool]) -> Iterator[Bug]:
     rows += DIRECTIONS if question.tblock_scale is not None else ()
     rows += LEFT_OUT if np.any(np.asarray(question.block_scale) != 1) else ()
     yield from (Bug(name, words, stages, steps=steps) for name, words, stages, steps in rows)
-    others = {words: listed(change) for words, change in CHANGES.items()}
-    for own, more in ((False, ""), (True, ", the own one among them")):
-        words = f"that of its place in the sorted list of blocks{more}"
-        others[words] = partial(_by_place, own)
-    for words, see in others.items():
+    for words, see in OTHERS.items():
         if different(see):
             yield Bug(ORDER, words, see=see)
     for words, of in SLOTS.items():
@@ -164,8 +160,11 @@ def _of_the_last(x: Lists) -> Lists:
     return replace(x, times=np.concatenate([last, x.walked[..., -1:]], axis=2))
 
 
-CHANGES: dict[str, Change] = {
-    "blocks ascending": partial(_sorted, lambda x: x.named),
-    "padding last": partial(_sorted, lambda x: ~x.is_block),
-    "of a block that is named twice that of the last slot": _of_the_last,
+PLACE = "that of its place in the sorted list of blocks"
+OTHERS: dict[str, See] = {
+    "blocks ascending": listed(partial(_sorted, lambda x: x.named)),
+    "padding last": listed(partial(_sorted, lambda x: ~x.is_block)),
+    "of a block that is named twice that of the last slot": listed(_of_the_last),
+    PLACE: partial(_by_place, False),
+    f"{PLACE}, the own one among them": partial(_by_place, True),
 }

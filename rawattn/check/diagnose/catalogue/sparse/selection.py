@@ -24,13 +24,11 @@ def bugs(question: Question) -> tuple[Bug, ...]:
 
 def _bugs(question: Question) -> Iterator[Bug]:
     different = _differing(question)
-    for name, words, change in rows(question):
-        if different(see := listed(change)):
-            yield Bug(name, words, see=see)
-    if different(see := each(_completed, True)):
-        yield Bug("padded-keys", "zeros in a last block that is selected", see=see)
-    if different(see := each(_completed, False)):
-        yield Bug("neighbour-leak", "up to the end of a last block that is selected", see=see)
+    found = [(name, words, listed(change)) for name, words, change in rows(question)]
+    last = "a last block that is selected"
+    found.append(("padded-keys", f"zeros in {last}", each(_completed, True)))
+    found.append(("neighbour-leak", f"up to the end of {last}", each(_completed, False)))
+    yield from (Bug(name, words, see=see) for name, words, see in found if different(see))
     if question.block_scale is not None:
         yield from gates.bugs(question, different)
     if question.sliding is not None:
