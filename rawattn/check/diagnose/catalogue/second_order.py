@@ -153,7 +153,7 @@ def terms(question: Question, stage: str) -> Iterator[Term]:
         for some in combinations(given, count):
             text = " and ".join(f"{'dd' if second else 't'}{name}" for name in some)
             names, sites = zip(*(DIRECTIONS[name] for name in some), strict=True)
-            of = partial(_read, (*chain(*sites),), names)
+            of = partial(_read, [*chain(*sites)], names)
             yield Term(text, of, IGNORED, DROPPED, text + where)
     for text, (name, sites, needs) in TERMS.items():
         words = text if second else text.replace("dd", "t")
