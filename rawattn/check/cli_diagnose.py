@@ -21,7 +21,7 @@ from rawattn.check.diagnose.engine.question import STAGES, Question
 from rawattn.check.diagnose.evidence import steps
 from rawattn.check.diagnose.files.npz import Pair, Saved, dump, load_two
 from rawattn.check.diagnose.findings import Diagnosis, Finding, of_sides
-from rawattn.check.diagnose.harness import comparison
+from rawattn.check.diagnose.harness import pairs
 from rawattn.check.diagnose.judge import meant
 from rawattn.check.diagnose.judge.diagnosis import diagnose, sizes_of
 from rawattn.check.diagnose.judge.failures import answers_of, question_of, reference_answers, small
@@ -221,7 +221,7 @@ def dump_command(
     "dtypes",
     multiple=True,
     type=click.Choice(DTYPES),
-    help=f"of x, more than once for several; {', '.join(comparison.DTYPES)} by default.",
+    help=f"of x, more than once for several; {', '.join(pairs.DTYPES)} by default.",
 )
 @showing
 def harness_command(compare: str, framework: str | None, dtypes: tuple[str, ...]) -> Told:
@@ -231,8 +231,8 @@ def harness_command(compare: str, framework: str | None, dtypes: tuple[str, ...]
     What else it takes, such as tolerances, must have defaults.
     """
     with refused():
-        function, of = comparison.load_compare(compare), dtypes or comparison.DTYPES
-        diagnosis = comparison.examine(function, framework or default_framework(), dtypes=of)
+        function, of = pairs.load_compare(compare), dtypes or pairs.DTYPES
+        diagnosis = pairs.examine(function, framework or default_framework(), dtypes=of)
     given = {"framework": framework, "dtype": dtypes}
     return diagnosis, terminal.About(again=_repeated("harness", compare, **given))
 

@@ -10,8 +10,16 @@ import pytest
 
 from rawattn.check.cases import dtype_of
 from rawattn.check.diagnose.findings import Diagnosis
-from rawattn.check.diagnose.harness.comparison import DTYPES, SHAPES, SIZES, examine, load_compare
-from rawattn.check.diagnose.harness.pairs import GENEROUS, rights, wrongs
+from rawattn.check.diagnose.harness.pairs import (
+    DTYPES,
+    GENEROUS,
+    SHAPES,
+    SIZES,
+    examine,
+    load_compare,
+    rights,
+    wrongs,
+)
 from rawattn.check.diff import judge
 
 Compare = Callable[[Any, Any], Any]

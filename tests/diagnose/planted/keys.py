@@ -117,7 +117,7 @@ _CAUSAL: Table = (
         _LONGER,
     ),
     ("wrong-keys: every second key", "fb", times(lambda c: (c.p - c.j) % 2 == 0)),
-    ("wrong-keys or mask-inverted: transposed", "fb", seen(lambda c: c.j >= c.p)),
+    ("wrong-keys: transposed", "fb", seen(lambda c: c.j >= c.p)),
     ("wrong-keys or tail-tile-dropped: no more than 32 keys", "fb", times(lambda c: c.j < 32)),
     ("wrong-keys or causal-dropped: no mask in the tail tile", "fb", _NO_TAIL),
     ("wrong-keys: a span of its own by row", "fb", seen(irregular_span)),

@@ -37,8 +37,6 @@ dead-rows: rows without an allowed key are not 0
     the guard of the softmax for a row whose scores are all -inf, and the final division
 masked-tile-nan: rows whose first key tile is masked as a whole are NaN
     the running maximum: -inf minus -inf is NaN until a key has been seen
-mask-inverted: the mask is inverted: what must be hidden is seen, and the other way round
-    whether True in the mask means seen, as in scaled_dot_product_attention, or hidden
 mask-fill: masked scores are finite numbers, so that masked keys have weight
     the number that stands for -inf (-1e4, 1e-9?), its sign, and whether it is added or replaces
 partial-merge: results of parts of the keys are merged with wrong weights

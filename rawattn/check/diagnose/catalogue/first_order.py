@@ -11,22 +11,13 @@ import numpy as np
 from rawattn.check.diagnose.catalogue import options, tile_sums
 from rawattn.check.diagnose.catalogue.maps import At, Geometry, Map
 from rawattn.check.diagnose.catalogue.masks import masks, neighbours
-from rawattn.check.diagnose.catalogue.reading import OF_KEYS, OPERANDS, of_view, stored
+from rawattn.check.diagnose.catalogue.reading import stored
 from rawattn.check.diagnose.catalogue.second_order import multiple, with_values
 from rawattn.check.diagnose.catalogue.tiles import dead_rows, tiles
-from rawattn.check.diagnose.engine.attention import (
-    BACKWARD,
-    FIRST,
-    FORWARD,
-    TILES,
-    Bug,
-    Store,
-    View,
-)
-from rawattn.check.diagnose.engine.question import OF_SLOTS, STAGES, Question
+from rawattn.check.diagnose.engine.attention import BACKWARD, FIRST, FORWARD, TILES, Bug, View
+from rawattn.check.diagnose.engine.question import OF_SLOTS, STAGES, Answers, Question
 from rawattn.check.diagnose.engine.steps import LOG2_E, STEPS, Context, Floats, changed, row_max
 
-BY_REMAINDER = "h % num_heads_kv"
 SUMS: dict[str, Callable[[Floats], Floats]] = {  # the gradients of a group's heads in one
     "the last": lambda x: x[-1],
     "the first": lambda x: x[0],
@@ -51,8 +42,6 @@ def bugs(question: Question) -> Iterator[Bug]:
         yield from tiles(question, size)
     yield from tile_sums.listed(question)
     yield from dead_rows(question)
-    if 1 < question.num_heads_kv and 1 < question.group:
-        yield Bug("gqa-reduction-map", BY_REMAINDER, BACKWARD, _by_remainder, {"Y": _with_right})
 
 
 def bugs_anywhere(question: Question) -> Iterator[Bug]:
@@ -61,7 +50,7 @@ def bugs_anywhere(question: Question) -> Iterator[Bug]:
     yield from _of_backward(question)
     if question.group > 1:
         if question.num_heads_kv > 1:
-            yield Bug("gqa-head-map", BY_REMAINDER, FIRST, _by_remainder)
+            yield Bug("gqa-head-map", "h % num_heads_kv", FIRST, _by_remainder)
         for text, total in SUMS.items():
             steps = {"sum_heads": lambda c, total=total: total}
             yield Bug("gqa-group-not-summed", text, (*BACKWARD, "second"), steps=steps)
@@ -80,15 +69,6 @@ def _by_remainder(question: Question, views: tuple[View, ...]) -> Sequence[View]
     return [one(view, i) for view in views for i in range(len(view.heads))]
 
 
-def _with_right(c: Context) -> Floats:
-    """The scores of the right heads, where dk and dv are of other ones."""
-    own = changed(c, view=replace(c.view, head_kv=int(c.view.heads[0]) // c.question.group))
-    for name in OF_KEYS:
-        if (x := getattr(c.question, name)) is not None:
-            setattr(c, OPERANDS[name], of_view(own, name, x))
-    return np.asarray(STEPS["Y"](c))
-
-
 def _scales(question: Question) -> dict[str, float]:
     """What softmax_scale may be instead; s is the right one, d the head_dim of q and k."""
     s, d, d_v = question.scale, question.q.shape[2], question.v.shape[2]
@@ -104,9 +84,10 @@ def _of_scores(question: Question) -> Iterator[Bug]:
             yield Bug("score-scale", text, FIRST, steps={"Y": partial(_scaled, x=scale)})
             yield Bug("score-scale", f"{text}, scores alone", BACKWARD, steps=alone)
     for bug, text, lse in LSES:
-        instead = {"L": lambda c, lse=lse: lse(c.softmax[0], row_max(c))}
-        yield Bug(bug, text, FORWARD, steps=instead)
-        yield Bug(bug, f"{text}, backward", BACKWARD, steps={"bP": partial(_read, lse)})
+        told = {"L": lambda c, lse=lse: lse(c.softmax[0], row_max(c))}
+        read = {"L": lambda c, lse=lse: lse(c.L, row_max(c))}
+        yield Bug(bug, text, FORWARD, steps=told)
+        yield Bug(bug, f"{text}, backward", BACKWARD, steps={"bP": with_values("bP", **read)})
     without = {"bP": lambda c: c.r(np.exp(c.S))}
     yield Bug("statistics-misplaced", "an lse of 0, as if not written", BACKWARD, steps=without)
     for text, x in (("exp2(S - lse)", 1 / LOG2_E), ("exp(log2(e) (S - lse))", LOG2_E)):
@@ -115,13 +96,16 @@ def _of_scores(question: Question) -> Iterator[Bug]:
     undivided = {"O": lambda c: np.exp(c.S - row_max(c)[..., None]) @ c.V}
     yield Bug("not-normalised", "", FORWARD, steps=undivided)
     yield Bug("no-max-subtraction", "in float32", FORWARD, steps={"softmax": _plain_exp})
+    names = [name for names in STAGES.values() for name in names if name not in OF_SLOTS]
     for step, a, b, stages in (("Y", "Q", "K", FIRST), ("dP", "dO", "V", BACKWARD)):
         width = (question.q if step == "Y" else question.v).shape[2]
         other = min(width, question.q.shape[2])
         for columns in {other, *(width // deep * deep for deep in (16, 32, 64))} - {0, width}:
-            fewer = {step: with_values(step, **{x: partial(_fewer, x, columns) for x in (a, b)})}
+            kept = {x: lambda c, x=x, n=columns: getattr(c, x)[..., :n] for x in (a, b)}
+            fewer = {step: with_values(step, **kept)}
             yield Bug("head-dim-tail", f"{step} of {columns}", stages, steps=fewer)
-            yield Bug("head-dim-tail", f"{columns} stored", FIRST, store=_columns(columns))
+            first = Map("columns", "", partial(_first, columns))
+            yield Bug("head-dim-tail", f"{columns} stored", FIRST, store=stored(first, names))
 
 
 def _scaled(c: Context, x: float, everywhere: bool = True) -> Floats:
@@ -129,13 +113,6 @@ def _scaled(c: Context, x: float, everywhere: bool = True) -> Floats:
     scores = STEPS["Y"](changed(c, s=x))
     c.s = x if everywhere else c.s
     return np.asarray(scores)
-
-
-def _read(lse: Lse, c: Context) -> Floats:
-    """P of such an lse in the place of the right one; one of another base, that of its own."""
-    with np.errstate(over="ignore"):
-        L = np.where(np.isneginf(c.L), np.inf, lse(c.L, row_max(c)))
-        return np.asarray(c.r(np.exp(c.S - L[..., None])))
 
 
 def _plain_exp(c: Context) -> tuple[Floats, Floats]:
@@ -146,39 +123,20 @@ def _plain_exp(c: Context) -> tuple[Floats, Floats]:
         return np.log(sums.astype(np.float64)), P.astype(np.float64)
 
 
-def _fewer(operand: str, columns: int, c: Context) -> Floats:
-    """The first columns."""
-    return np.asarray(getattr(c, operand)[..., :columns])
-
-
-def _columns(columns: int) -> Store:
-    """Columns from there on stay 0."""
-
-    def of(g: Geometry) -> At:
-        j = g.everywhere.j
-        return g.everywhere._replace(j=np.where(j < columns, j, -1))
-
-    names = [name for names in STAGES.values() for name in names if name not in OF_SLOTS]
-    return stored(Map("columns", "", of), names)
+def _first(columns: int, g: Geometry) -> At:
+    """Those columns, and nothing for the others."""
+    return g.everywhere._replace(j=np.where(g.everywhere.j < columns, g.everywhere.j, -1))
 
 
 def _of_backward(question: Question) -> Iterator[Bug]:
-    if question.mask_window != (-1, -1):
-        text = "of unmasked attention"
-        yield Bug("delta-of-another-out", text, BACKWARD, steps={"D": _of_unmasked})
     masked = {"dS": lambda c: c.r(np.where(c.W > 0, c.dP - c.D[..., None], 0.0))}
     yield Bug("softmax-backward-without-p", "", BACKWARD, steps=masked)
     shapes = {"dq": question.q.shape, "dk": question.k.shape, "dv": question.v.shape}
     for one, other in (("dk", "dv"), ("dq", "dk"), ("dq", "dv")):
         if shapes[one] == shapes[other]:
             text = f"{one} and {other}"
-            yield Bug("gradients-swapped", text, BACKWARD, store=_swapped(one, other))
+            yield Bug("gradients-swapped", text, BACKWARD, store=partial(_swapped, one, other))
 
 
-def _of_unmasked(c: Context) -> Floats:
-    P = STEPS["softmax"](changed(c, S=c.G * c.cap[0]))[1]
-    return np.asarray((P * c.dP).sum(axis=-1) - c.dL)
-
-
-def _swapped(one: str, other: str) -> Store:
-    return lambda question, answers: answers | {one: answers[other], other: answers[one]}
+def _swapped(one: str, other: str, question: Question, answers: Answers) -> Answers:
+    return answers | {one: answers[other], other: answers[one]}

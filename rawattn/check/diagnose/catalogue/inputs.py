@@ -75,8 +75,7 @@ def candidates(
         yield bug
     if stage == "second" and right >= OF_FIRST_PASS:
         more = _candidates(question, stage, wrong, right - OF_FIRST_PASS, b)
-        others = (bug for bug in more if bug.store is None and bug.variant not in said)
-        yield from map(of_one_pass, others)
+        yield from (of_one_pass(bug) for bug in more if bug.variant not in said)
 
 
 def _candidates(question: Question, stage: str, wrong: Names, right: Names, b: int) -> Bugs:

@@ -131,8 +131,6 @@ def _taken(x: Floats, at: At, nothing: float) -> Floats:
     return found if inside.all() else np.where(inside, found, nothing)
 
 
-# ---- rows and heads ---------------------------------------------------------------------------
-
 WHOLE = "zeros for rows of a partial last tile of {}"
 TILED, LAST = "row i // {0} * {0}", "the last row of its tile of {}"
 ROWS: dict[str, Callable[[Ints, int, Ints], Ints]] = {  # row i of n; the last ones of tiles
@@ -274,9 +272,6 @@ def heads_of_keys(question: Question) -> Iterator[Map]:
     """The same row of an array of keys, of other heads for the query heads of a group."""
     if question.group > 1 and question.num_heads_kv > 1:
         yield Map("heads of keys", "head h % num_heads_kv", _by_remainder)
-
-
-# ---- memory -----------------------------------------------------------------------------------
 
 
 class Order(NamedTuple):

@@ -8,7 +8,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from rawattn.check.diagnose.engine.attention import BACKWARD, FIRST, TILES, Bug, See, View
+from rawattn.check.diagnose.engine.attention import BACKWARD, FIRST, TILES, Bug, See, View, each
 from rawattn.check.diagnose.engine.question import Question
 from rawattn.check.diagnose.engine.steps import OWN_P
 
@@ -108,7 +108,7 @@ def _more_keys(
         keys = np.where(there, keys, -1) if zeros or filled else keys[there]
         return Window(*bounds(question)).of(question, replace(view, keys=keys))
 
-    return lambda question, views: [longer(question, view) for view in views]
+    return each(longer)
 
 
 def neighbours(question: Question) -> Iterator[Bug]:

@@ -8,9 +8,10 @@ import numpy as np
 import numpy.typing as npt
 
 from rawattn.check.diagnose.catalogue import maps
-from rawattn.check.diagnose.engine.attention import FORWARD, Bug, View, views_of
+from rawattn.check.diagnose.catalogue.second_order import with_values
+from rawattn.check.diagnose.engine.attention import FORWARD, Bug, View, each, views_of
 from rawattn.check.diagnose.engine.question import Question
-from rawattn.check.diagnose.engine.steps import LOG2_E, STEPS, Context, Floats, Step, changed
+from rawattn.check.diagnose.engine.steps import LOG2_E, STEPS, Context, Floats, Step
 from rawattn.reference.dense import allowed
 
 DERIVED = ("backward", "second", "jvp")
@@ -32,7 +33,7 @@ def bugs(question: Question) -> Iterator[Bug]:
             steps = {"cap": partial(_bent, slope, float(question.softcap))}
             yield Bug("softcap-slope-omitted", f"{words} in its place", ("jvp",), steps=steps)
     if question.sinks is not None:
-        none = partial(_with, lambda c: None)
+        none = with_values("softmax", sink=lambda c: None)
         L, P, P0 = (lambda c: none(c)[0]), (lambda c: none(c)[1]), {"P0": lambda c: 0.0}
         yield Bug("sinks-dropped", "", ("forward", "jvp"), steps={"softmax": none} | P0)
         yield Bug("sinks-dropped", "in lse alone", FORWARD, steps={"L": L})
@@ -47,7 +48,7 @@ def bugs(question: Question) -> Iterator[Bug]:
         yield Bug("seqused-ignored", "one key too many is in use", see=partial(_used, 1))
         if question.mask_window != (-1, -1):
             text = "the diagonal ends at the last of all keys"
-            yield Bug("seqused-ignored", text, see=_at_all_keys)
+            yield Bug("seqused-ignored", text, see=each(_at_all_keys))
 
 
 def _bent(slope: Callable[[Floats], Floats], cap: float, c: Context) -> tuple[Floats, ...]:
@@ -73,17 +74,12 @@ def _other_sinks(question: Question) -> Iterator[Bug]:
 
 def with_sink(sink: Step) -> dict[str, Step]:
     """The softmax with another sink."""
-    return {"softmax": partial(_with, sink)}
+    return {"softmax": with_values("softmax", sink=sink)}
 
 
 def _of_heads(times: float, heads: npt.NDArray[np.int64], c: Context) -> Floats:
     sinks = np.asarray(c.question.sinks, dtype=np.float64)
     return np.asarray(times * sinks[heads[c.view.heads], None])
-
-
-def _with(sink: Step, c: Context) -> tuple[Floats, Floats]:
-    L, P = STEPS["softmax"](changed(c, sink=sink(c)))
-    return L, P
 
 
 def _used(more: int, question: Question, views: tuple[View, ...]) -> Sequence[View]:
@@ -92,12 +88,8 @@ def _used(more: int, question: Question, views: tuple[View, ...]) -> Sequence[Vi
     return views_of(replace(question, seqused_k=used))
 
 
-def _at_all_keys(question: Question, views: tuple[View, ...]) -> Sequence[View]:
+def _at_all_keys(question: Question, view: View) -> View:
     """The keys in use alone, but queries are placed as if all keys were."""
-    allotted = np.diff(question.cu_seqlens_k)
-    found = []
-    for view in views:
-        rows, keys = len(view.rows), len(view.keys)
-        mask = allowed(rows, int(allotted[view.sequence]), question.mask_window)
-        found.append(replace(view, weight=mask[None, :, :keys].astype(np.float64)))
-    return found
+    allotted = np.diff(question.cu_seqlens_k)[view.sequence]
+    mask = allowed(len(view.rows), int(allotted), question.mask_window)
+    return replace(view, weight=mask[None, :, : len(view.keys)].astype(np.float64))

@@ -57,9 +57,6 @@ class Results(NamedTuple):
     tout: Floats
 
 
-# ---- parts ------------------------------------------------------------------------------------
-
-
 def _tiles(size: int, m: int) -> list[np.ndarray]:
     return [np.arange(start, min(start + size, m)) for start in range(0, m, size)]
 
@@ -130,9 +127,6 @@ def _exp(x: Floats) -> Floats:
     return np.where(np.isneginf(x), 0.0, np.exp(_finite(x)))
 
 
-# ---- one after the other ----------------------------------------------------------------------
-
-
 def _power(x: float) -> Way:
     return lambda f, r: (f**x, 1.0)
 
@@ -199,9 +193,6 @@ def divided(parts: Parts, sums: Mapping[str, Floats]) -> Results:
     return Results(out, lse, e[..., 0], (sums["tout"] + sums["ptv"]) / total - e * out)
 
 
-# ---- merged -----------------------------------------------------------------------------------
-
-
 def _whole(taken: Taken, parts: Parts) -> Floats:
     """The lse of all parts."""
     lses, unit = taken(parts)
@@ -233,8 +224,6 @@ WEIGHTS: dict[str, Weights] = {text: partial(_shares, taken) for text, taken in 
     "none: parts are added": lambda p: np.ones_like(p.tops),
     "the mean of all parts": lambda p: np.full_like(p.tops, 1 / len(p.tops)),
 }
-
-
 LSES: dict[str, Callable[[Parts], Floats]] = {
     **{text: partial(_whole, taken) for text, taken in TAKEN.items()},
     "the largest of the parts": lambda p: p.lses.max(axis=0),

@@ -24,9 +24,8 @@ def reading(moved: Mapping[str, str], by: Map | None = None) -> dict[str, Step]:
     too; without it D was made before, and is right."""
 
     def Y(c: Context) -> Floats:
-        found = {to: whole(c.question, c.given, to, of, by) for to, of in moved.items()}
-        for to, x in found.items():
-            setattr(c, OPERANDS[to], of_view(c, to, x))
+        for to, of in moved.items():
+            setattr(c, OPERANDS[to], of_view(c, to, whole(c.question, c.given, to, of, by)))
         return np.asarray(STEPS["Y"](c))
 
     def D(c: Context) -> Floats:

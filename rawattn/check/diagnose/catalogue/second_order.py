@@ -5,7 +5,7 @@ tables."""
 
 from collections.abc import Callable, Iterator, Sequence
 from functools import lru_cache, partial
-from itertools import combinations
+from itertools import chain, combinations
 from typing import NamedTuple
 
 import numpy as np
@@ -50,32 +50,18 @@ RESULTS: dict[str, dict[str, tuple[str, ...]]] = {
 # of P', all of them or some alone
 READERS = ("ddout, W, dS', gv", "ddout, dS', gv", "ddout, W", "ddout", "W", "dS', gv", "dS'", "gv")
 
-# ---- other values -----------------------------------------------------------------------------
-
 
 def with_values(name: str, **values: Step) -> Step:
     """A step that takes these values for those of the context."""
-
-    def step(c: Context) -> Floats:
-        other = changed(c, **{key: value(c) for key, value in values.items()})
-        return np.asarray(STEPS[name](other))
-
-    return step
+    return lambda c: STEPS[name](changed(c, **{key: value(c) for key, value in values.items()}))
 
 
 def at(sites: Sequence[str], **values: Step) -> dict[str, Step]:
     """Steps with which these sites alone read other values."""
-
-    def w(c: Context) -> Floats:
-        read = values if "W" in sites else {}
-        other = changed(c, **{key: value(c) for key, value in read.items()})
-        if "tO" not in read:
-            other.tO = STEPS["tO"](other)
-        return np.asarray(STEPS["w"](other))
-
     steps = {SITES[site]: with_values(SITES[site], **values) for site in sites}
     if ("W" in sites) != ("ddout" in sites):
-        steps["w"] = w
+        read = values if "W" in sites else {}
+        steps["w"] = with_values("w", **{"tO": with_values("tO", **read), **read})
     return steps
 
 
@@ -113,8 +99,6 @@ def _through_softmax(c: Context) -> Floats:
     return np.asarray(c.r(c.P * (_of_P(c) - (c.P * _of_P(c)).sum(axis=-1, keepdims=True))))
 
 
-# ---- the table --------------------------------------------------------------------------------
-
 NO_P: Step = multiple("P", 0.0)
 NO_ROWS: Step = lambda c: np.zeros(c.S.shape[:2])  # noqa: E731
 UNDIVIDED: dict[str, Step] = {"P0": sunk(lambda c: np.exp(c.sink - np.maximum(row_max(c), c.sink)))}
@@ -137,9 +121,6 @@ BUGS = (  # those that are not one term
 )
 
 
-# ---- terms ------------------------------------------------------------------------------------
-
-
 class Term(NamedTuple):
     """What ``of`` makes count so often, once where it is right; its class where it is missing, and
     where it counts otherwise. none: what is said where it is missing."""
@@ -159,7 +140,7 @@ def terms(question: Question, stage: str) -> Iterator[Term]:
     for text, made in RESULTS[stage].items() if stage != "jvp" or not where else ():
         yield Term(text, partial(_made, made), none, factor, f"{text} = 0{where}")
     if stage != "jvp":
-        dlse, of_out = (partial(_read, ("D",), name) for name in ("dL", "O"))
+        dlse, of_out = (partial(_read, ("D",), (name,)) for name in ("dL", "O"))
         other = DROPPED if second else "delta-of-another-out"
         yield Term("dout . out of D", of_out, "delta-omitted", other, "no dout . out in D")
         if question.dlse is not None:
@@ -171,15 +152,17 @@ def terms(question: Question, stage: str) -> Iterator[Term]:
     for count in {1, len(given) - 1, len(given)} - {0, -1}:
         for some in combinations(given, count):
             text = " and ".join(f"{'dd' if second else 't'}{name}" for name in some)
-            yield Term(text, partial(_of_directions, some), IGNORED, DROPPED, text + where)
+            names, sites = zip(*(DIRECTIONS[name] for name in some), strict=True)
+            of = partial(_read, [*chain(*sites)], names)
+            yield Term(text, of, IGNORED, DROPPED, text + where)
     for text, (name, sites, needs) in TERMS.items():
         words = text if second else text.replace("dd", "t")
         if (second or {*sites} <= {"E", "ddout"}) and {*needs.split()} <= {*given}:
             kind = IGNORED if "E" in sites else DROPPED
-            yield Term(words, partial(_read, sites, name), kind, DROPPED, words + where)
+            yield Term(words, partial(_read, sites, (name,)), kind, DROPPED, words + where)
     for text in READERS if second else ("ddout",):
         readers, words = text.split(", "), text if second else "tout"
-        of_P = partial(_read, readers, "tP")
+        of_P = partial(_read, readers, ("tP",))
         yield Term(f"P' in {words}", of_P, P, DROPPED, f"P' = 0 in {words}")
         yield Term(f"e in {words}", partial(_centred, readers), E, E, f"no e in {words}")
     if second:
@@ -198,12 +181,6 @@ def lacking(question: Question) -> str:
     return f", where {'tq' if question.tq is None else 'tk'} is None"
 
 
-def _of_directions(some: Sequence[str], factor: float) -> dict[str, Step]:
-    named = [DIRECTIONS[name] for name in some]
-    sites = [site for _, sites in named for site in sites]
-    return at(sites, **{name: multiple(name, factor) for name, _ in named})
-
-
 def _made(steps: Sequence[str], factor: float) -> dict[str, Step]:
     """Results of steps so many times."""
 
@@ -213,9 +190,9 @@ def _made(steps: Sequence[str], factor: float) -> dict[str, Step]:
     return {name: of(name) for name in steps}
 
 
-def _read(sites: Sequence[str], name: str, factor: float) -> dict[str, Step]:
-    """A value of the context, where these read it, so many times."""
-    return at(sites, **{name: multiple(name, factor)})
+def _read(sites: Sequence[str], names: Sequence[str], factor: float) -> dict[str, Step]:
+    """Values of the context, where these read them, so many times."""
+    return at(sites, **{name: multiple(name, factor) for name in names})
 
 
 def _centred(sites: Sequence[str], factor: float) -> dict[str, Step]:

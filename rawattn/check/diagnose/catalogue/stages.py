@@ -1,7 +1,7 @@
 """Rows of other sequences and of other tiles: whole sequences in another's place, the rest of a
 last tile of queries, stages of a ring of buffers that hold the tile of another step of a loop."""
 
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator
 from dataclasses import replace
 from functools import partial
 from itertools import product
@@ -12,8 +12,8 @@ from rawattn.check.diagnose.catalogue import inputs, maps
 from rawattn.check.diagnose.catalogue.masks import Window, bounds
 from rawattn.check.diagnose.catalogue.reading import taken
 from rawattn.check.diagnose.catalogue.second_order import of_one_pass
-from rawattn.check.diagnose.engine.attention import FIRST, TILES, Bug, View, Views
-from rawattn.check.diagnose.engine.question import Answers, Question
+from rawattn.check.diagnose.engine.attention import FIRST, TILES, Bug, View, each
+from rawattn.check.diagnose.engine.question import Question
 from rawattn.check.diagnose.engine.steps import STEPS, Context, Floats, changed
 from rawattn.reference.dense import allowed
 
@@ -68,39 +68,31 @@ def _of_sequences(question: Question) -> Iterator[Bug]:
     for words, other in maps.OTHERS.items() if question.batch > 1 else ():
         of = np.minimum(other(maps.geometry(question, "k")), question.batch - 1)
         form = f"the keys are those of {words}"
-        yield Bug("offsets-shifted", form, FIRST, partial(_keys_of, of, False))
+        yield Bug("offsets-shifted", form, FIRST, each(_keys_of, of, False))
         if question.seqused_k is not None:
             form = f"seqused_k: that of {words}"
-            yield Bug("input-layout", form, FIRST, partial(_keys_of, of, True))
+            yield Bug("input-layout", form, FIRST, each(_keys_of, of, True))
 
 
-def _keys_of(of: Ints, own: bool, question: Question, views: Views) -> Sequence[View]:
+def _keys_of(of: Ints, own: bool, question: Question, view: View) -> View:
     """The keys of the sequences ``of`` in the place of everyone's own; ``own``: as many."""
-    found = []
-    for view in views:
-        b, ends = of[view.sequence], question.cu_seqlens_k[view.sequence : view.sequence + 2]
-        start, length = question.cu_seqlens_k[b], question.lengths_k[b]
-        if own:
-            start, length = ends[0], min(length, int(ends[1] - ends[0]))
-        weight = allowed(len(view.rows), length, question.mask_window)[None].astype(np.float64)
-        found.append(replace(view, keys=np.arange(start, start + length), weight=weight))
-    return found
-
-
-def _all(question: Question, answers: Answers) -> Answers:
-    """A store that moves nothing, and is asked for all sequences, whose rows others have stored."""
-    return answers
+    b, ends = of[view.sequence], question.cu_seqlens_k[view.sequence : view.sequence + 2]
+    start, length = question.cu_seqlens_k[b], question.lengths_k[b]
+    if own:
+        start, length = ends[0], min(length, int(ends[1] - ends[0]))
+    weight = allowed(len(view.rows), length, question.mask_window)[None].astype(np.float64)
+    return replace(view, keys=np.arange(start, start + length), weight=weight)
 
 
 def _of_tails(question: Question) -> Iterator[Bug]:
     """Rows of q behind a sequence, up to the end of its last tile."""
     for tile, (words, stored) in product(TILES, TAILS.items()) if question.batch > 1 else ():
         text = f"behind a sequence, up to the end of its last tile of {tile}, {words}"
-        see = partial(_owned, tile, stored)
-        yield Bug("neighbour-leak", f"rows of q {text}", FIRST, see, store=_all)
+        # a store that moves nothing: then all sequences are asked, of which others store rows
+        bug = Bug("neighbour-leak", "", FIRST, each(_owned, tile, stored), store=lambda _, x: x)
+        yield replace(bug, variant=f"rows of q {text}")
         if stored:
-            zeros = {"Y": _of_zeros}
-            yield Bug("neighbour-leak", f"zeros for q {text}", FIRST, see, zeros, store=_all)
+            yield replace(bug, variant=f"zeros for q {text}", steps={"Y": _of_zeros})
 
 
 def _of_zeros(c: Context) -> Floats:
@@ -109,19 +101,14 @@ def _of_zeros(c: Context) -> Floats:
     return np.asarray(STEPS["Y"](c) * own[:, None])
 
 
-def _owned(tile: int, stored: bool, question: Question, views: Views) -> Sequence[View]:
-    """Views with the rest of their last tile, which, ``stored``, overwrites the sequence behind."""
+def _owned(tile: int, stored: bool, question: Question, view: View) -> View:
+    """A view with the rest of its last tile, which, ``stored``, overwrites the sequence behind."""
     starts, lengths = np.asarray(question.cu_seqlens_q)[:-1], np.array(question.lengths_q)
     stops = np.minimum(starts + -(-lengths // tile) * tile, len(question.q))
-    owner = np.full(len(question.q), -1)
-    for b in range(question.batch)[::-1]:
-        owner[starts[b] : stops[b]] = b
-    found = []
-    for view in views:
-        b = view.sequence
-        rows = np.flatnonzero(owner == b) if stored else np.arange(starts[b], stops[b])
-        found.append(Window(*bounds(question)).of(question, replace(view, rows=rows)))
-    return found
+    b = view.sequence
+    before = stops[:b].max(initial=0) if stored else 0  # those of sequences before stay theirs
+    rows = np.arange(max(starts[b], before), stops[b])
+    return Window(*bounds(question)).of(question, replace(view, rows=rows))
 
 
 def _of_loops(question: Question, stage: str, wrong: set[str], b: int) -> Iterator[Bug]:

@@ -10,7 +10,8 @@ import numpy as np
 from rawattn.check.diagnose.catalogue.maps import WHOLE, of_rows
 from rawattn.check.diagnose.catalogue.masks import bounds
 from rawattn.check.diagnose.catalogue.reading import stored
-from rawattn.check.diagnose.engine.attention import FIRST, TILES, Bug, See, View, views_of
+from rawattn.check.diagnose.catalogue.second_order import with_values
+from rawattn.check.diagnose.engine.attention import FIRST, TILES, Bug, View, each, views_of
 from rawattn.check.diagnose.engine.question import BY_ROW, OF_KEYS, OF_SLOTS, Answers, Question
 from rawattn.check.diagnose.engine.steps import STEPS, Context, Floats
 
@@ -31,13 +32,13 @@ OF_KEYS_ALONE: dict[str, Part] = {
 def tiles(question: Question, tile: int) -> Iterator[Bug]:
     at = f"tile of {tile}"
     for text, part in TAILS.items():
-        yield Bug("tail-tile-dropped", f"{text}, {at}", FIRST, _often(part, tile, 0.0))
+        yield Bug("tail-tile-dropped", f"{text}, {at}", FIRST, each(_often, part, tile, 0.0))
     if tile < max(question.lengths_q, default=0):  # else nothing is stored
         yield Bug("tail-tile-dropped", f"rows stored, {at}", store=stored(of_rows(WHOLE, tile)))
     for text, part in OF_KEYS_ALONE.items():
-        yield Bug("tile-skipped", f"{text}, {at}", FIRST, _often(part, tile, 0.0))
+        yield Bug("tile-skipped", f"{text}, {at}", FIRST, each(_often, part, tile, 0.0))
         if tile < max(question.lengths_k):  # else everything is doubled
-            yield Bug("tile-counted-twice", f"{text}, {at}", FIRST, _often(part, tile, 2.0))
+            yield Bug("tile-counted-twice", f"{text}, {at}", FIRST, each(_often, part, tile, 2.0))
     for words, last, side in zip(("first", "last"), (False, True), bounds(question), strict=True):
         for rows in TILES if side < math.inf else ():
             form = f"from the {words} visible on, {rows} by {tile}"
@@ -45,16 +46,12 @@ def tiles(question: Question, tile: int) -> Iterator[Bug]:
             yield Bug("masked-tile-nan", form, FIRST, store=partial(_spoilt, late))
 
 
-def _often(part: Part, tile: int, factor: float) -> See:
-    """Views in which some pairs count ``factor`` times as often."""
-
-    def of(view: View) -> View:
-        n, m = len(view.rows), len(view.keys)
-        i, j = np.ogrid[:n, :m]
-        there = part(i, j, n, m, tile)
-        return replace(view, weight=view.weight * np.where(there, factor, 1.0))
-
-    return lambda question, views: [of(view) for view in views]
+def _often(part: Part, tile: int, factor: float, question: Question, view: View) -> View:
+    """A view in which some pairs count ``factor`` times as often."""
+    n, m = len(view.rows), len(view.keys)
+    i, j = np.ogrid[:n, :m]
+    there = part(i, j, n, m, tile)
+    return replace(view, weight=view.weight * np.where(there, factor, 1.0))
 
 
 def dead(question: Question) -> np.ndarray:
@@ -106,14 +103,10 @@ def dead_rows(question: Question) -> Iterator[Bug]:
     if not dead(question).any():
         return
     yield Bug("dead-rows", "NaN", FIRST, store=partial(_spoilt, dead))
-    yield Bug("dead-rows", "mean of v", FIRST, steps={"S": _zero_dead, "bP": _uniform_dead})
+    uniform = with_values("bP", L=lambda c: np.where(np.isneginf(c.L), np.log(c.S.shape[2]), c.L))
+    yield Bug("dead-rows", "mean of v", FIRST, steps={"S": _zero_dead, "bP": uniform})
 
 
 def _zero_dead(c: Context) -> Floats:
     """Scores of -1e30, say, for all keys of a row: equal, and so is their softmax."""
     return np.where((c.W > 0).any(axis=2, keepdims=True), STEPS["S"](c), 0.0)
-
-
-def _uniform_dead(c: Context) -> Floats:
-    L = np.where(np.isneginf(c.L), np.log(c.S.shape[2]), c.L)
-    return np.asarray(c.r(np.exp(c.S - L[..., None])))

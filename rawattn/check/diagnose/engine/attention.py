@@ -126,7 +126,9 @@ class Bug:
 NO_BUG = Bug("right")
 
 
-# ---- who sees whom ----------------------------------------------------------------------------
+def each(of: Callable[..., View], *given: Any) -> See:
+    """What ``of`` makes of every view by itself: of what is given, the question and the view."""
+    return lambda question, views: [of(*given, question, view) for view in views]
 
 
 @lru_cache(maxsize=8)
@@ -177,9 +179,6 @@ def sequences(question: Question) -> Iterator[tuple[int, np.ndarray, np.ndarray]
 def heads_of(question: Question, head_kv: int) -> np.ndarray:
     """The query heads of a key/value head."""
     return np.arange(head_kv * question.group, (head_kv + 1) * question.group)
-
-
-# ---- stages -----------------------------------------------------------------------------------
 
 
 def run_steps(c: Context, names: Sequence[str], bug: Bug) -> None:

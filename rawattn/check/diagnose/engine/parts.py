@@ -1,8 +1,6 @@
 """What a packed problem has by tokens, by which it is changed, and taken apart."""
 
-from collections.abc import Callable
 from dataclasses import replace
-from operator import itemgetter
 from typing import Any
 
 from rawattn.check.diagnose.engine.question import BY_ROW, OF_SINKS, Answers, Question, side_of
@@ -15,12 +13,6 @@ BY_TOKENS = {  # what a question has by rows of q and of k
 BY_HEADS = ("dlse", *BY_ROW)  # (num_heads_q, tokens)
 
 
-def by_tokens(q: Question, of: str, change: Callable[[Any], Any]) -> dict[str, Any]:
-    """What ``q`` has by rows of q or k, changed with the tokens as the first axis."""
-    arrays = {n: x for n in BY_TOKENS[of] if (x := getattr(q, n)) is not None}
-    return {n: change(x.T).T if n in BY_HEADS else change(x) for n, x in arrays.items()}
-
-
 def part(
     question: Question, answers: Answers, first: int, stop: int, past: int = 0
 ) -> tuple[Question, Answers]:
@@ -31,7 +23,9 @@ def part(
         offsets = question.offsets(of)[first : stop + 1]
         kept[of] = int(offsets[-1] - offsets[0])
         rows[of] = slice(int(offsets[0]), int(offsets[-1]) + past * (of == "k"))
-        changes |= by_tokens(question, of, itemgetter(rows[of]))
+        for name in BY_TOKENS[of]:
+            if (x := getattr(question, name)) is not None:
+                changes[name] = x[:, rows[of]] if name in BY_HEADS else x[rows[of]]
         changes[f"cu_seqlens_{of}"] = offsets - offsets[0]
     if question.seqused_k is not None:
         changes["seqused_k"] = question.seqused_k[first:stop]

@@ -107,9 +107,6 @@ def read(path: str | Path, frame: Frame | None = None) -> Saved:
     return Saved(str(path), inputs | options, answers, *more)
 
 
-# ---- two files ---------------------------------------------------------------------------------
-
-
 @dataclass(frozen=True)
 class Pair:
     """Two sides, or one. questions: what each is judged by, one object where that is the same.

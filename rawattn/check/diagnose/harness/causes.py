@@ -5,8 +5,8 @@ from typing import NamedTuple
 
 from rawattn.check.diagnose.catalogue.classes import classes_of
 from rawattn.check.diagnose.findings import Finding
-from rawattn.check.diagnose.harness.pairs import PLACES
 
+PLACES = ("rows shifted by one", "transposed at equal size")
 MULTIPLES = ("x = 0.5 ref", "x = 2 ref", "x = 4 ref")
 OTHER_SIGN = str.maketrans("+-", "-+")  # in the names of offsets
 BY_KIND = {"nan": "harness-ignores-nan", "shape": "harness-broadcasts", "vacuous": "vacuous"}

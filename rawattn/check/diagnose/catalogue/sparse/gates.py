@@ -2,15 +2,16 @@
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
-from functools import lru_cache, partial
+from functools import partial
 
 import numpy as np
 
 from rawattn.check.diagnose.catalogue import maps
+from rawattn.check.diagnose.catalogue.reading import whole
 from rawattn.check.diagnose.catalogue.second_order import JVP, SECOND, with_values
 from rawattn.check.diagnose.catalogue.sparse import lists
-from rawattn.check.diagnose.catalogue.sparse.lists import Change, listed
-from rawattn.check.diagnose.engine.attention import BACKWARD, FIRST, Bug, See, View, per_key
+from rawattn.check.diagnose.catalogue.sparse.lists import listed
+from rawattn.check.diagnose.engine.attention import BACKWARD, FIRST, Bug, See, View, each, per_key
 from rawattn.check.diagnose.engine.lists import Ints, Lists
 from rawattn.check.diagnose.engine.question import STAGES, Question
 from rawattn.check.diagnose.engine.steps import STEPS, Context, Floats, Step, times
@@ -28,15 +29,11 @@ def bugs(question: Question, different: Callable[[See], bool]) -> Iterator[Bug]:
     rows += DIRECTIONS if question.tblock_scale is not None else ()
     rows += LEFT_OUT if np.any(np.asarray(question.block_scale) != 1) else ()
     yield from (Bug(name, words, stages, steps=steps) for name, words, stages, steps in rows)
-    others = {words: listed(change) for words, change in CHANGES.items()}
-    for own, more in ((False, ""), (True, ", the own one among them")):
-        words = f"that of its place in the sorted list of blocks{more}"
-        others[words] = partial(_by_place, own)
-    for words, see in others.items():
+    for words, see in OTHERS.items():
         if different(see):
             yield Bug(ORDER, words, see=see)
     for words, of in SLOTS.items():
-        if different(see := partial(_in_slots, of)):
+        if different(see := each(_in_slots, of)):
             gated = {name: with_values(name, G=partial(_gate_of, of)) for name in GATED}
             yield Bug(ORDER, words, steps=gated)
             yield Bug(ORDER, f"{words}, and in the gradient", see=see)
@@ -46,8 +43,7 @@ def misread(question: Question) -> Iterator[Bug]:
     """Factors that are read by a map, alone or with all lists."""
     names = ["block_indices", *["block_counts"] * (question.block_counts is not None)]
     for by in lists.maps_of(question) if question.block_scale is not None else ():
-        read = {"G": lambda c, by=by: per_key(c.view, _taken(c.question, by), 1.0)}
-        steps = {name: with_values(name, **read) for name in GATED}
+        steps = {name: with_values(name, G=partial(_gate_by, by)) for name in GATED}
         yield Bug(MISREAD, f"block_scale, {by.words}", steps=steps)
         see, words = listed(partial(lists.moved, by, names)), ", ".join(names)
         yield Bug(MISREAD, f"{words} and block_scale, {by.words}", see=see, steps=steps)
@@ -57,8 +53,7 @@ NO_GRADIENT: dict[str, Step] = dict.fromkeys(("dG", "gG"), lambda c: np.zeros_li
 GATED, MOVED = ("S", "dY", "E", "tdY"), ("E", "tdY")  # what it, and what its direction multiplies
 S, DY, E, TDY = ({name: with_values(name, G=lambda c: 1.0)} for name in GATED)
 STILL_E, STILL_TDY = ({name: with_values(name, tG=lambda c: 0.0)} for name in MOVED)
-NEITHER: dict[str, Step] = {"G": lambda c: 1.0, "tG": lambda c: 0.0}
-AS_IF_1 = S | DY | {name: with_values(name, **NEITHER) for name in MOVED}
+AS_IF_1 = S | DY | {x: with_values(x, G=lambda c: 1.0, tG=lambda c: 0.0) for x in MOVED}
 ON_OUT: dict[str, Step] = S | {
     "O": lambda c: c.r(times(c.o(c.G * c.P), c.V)),
     "dP": lambda c: c.r(c.G * c.r(times(c.dO, c.V.T))),
@@ -91,6 +86,10 @@ LEFT_OUT: tuple[Row, ...] = (
 )
 
 
+def _gate_by(by: maps.Map, c: Context) -> Floats | float:
+    return per_key(c.view, whole(c.question, None, "dblock_scale", "block_scale", by), 1.0)
+
+
 def _shares(question: Question) -> Iterator[Row]:
     """Of the heads of a selection some shares of the gradient."""
     heads = question.num_heads_q // np.asarray(question.block_indices).shape[1]
@@ -105,11 +104,6 @@ def _shared(share: Floats, name: str, c: Context) -> Floats:
     return np.asarray(share[c.view.heads % len(share), None, None] * STEPS[name](c))
 
 
-@lru_cache(maxsize=2)
-def _taken(question: Question, by: maps.Map) -> Floats:
-    return by.moved(maps.geometry(question, "dblock_scale"), np.asarray(question.block_scale))
-
-
 # for slots (heads, n, m), -1 of the own block where none names it, of so many others; own: keys of
 # the own block (n, m)
 Slots = Callable[[Ints, Ints, int], Ints]
@@ -120,17 +114,14 @@ SLOTS: dict[str, Slots] = {
 }
 
 
-def _in_slots(of: Slots, question: Question, views: Sequence[View]) -> Sequence[View]:
-    """The same views, with factors of other slots."""
-    found = []
-    for view in views:
-        if view.lists is None or not question.slots:
-            return views
-        block = (view.keys - question.cu_seqlens_k[view.sequence]) // question.block_size
-        own = question.own & (view.lists.own_block[view.rows, 0] == block)
-        slot = np.where(view.weight > 0, of(np.asarray(view.slot), own, question.slots), -1)
-        found.append(replace(view, slot=slot))
-    return found
+def _in_slots(of: Slots, question: Question, view: View) -> View:
+    """The same view, with factors of other slots."""
+    if view.lists is None or not question.slots:
+        return view
+    block = (view.keys - question.cu_seqlens_k[view.sequence]) // question.block_size
+    own = question.own & (view.lists.own_block[view.rows, 0] == block)
+    slot = np.where(view.weight > 0, of(np.asarray(view.slot), own, question.slots), -1)
+    return replace(view, slot=slot)
 
 
 def _by_place(own: bool, question: Question, views: Sequence[View]) -> Sequence[View]:
@@ -153,7 +144,7 @@ def _by_place(own: bool, question: Question, views: Sequence[View]) -> Sequence[
 
 
 def _gate_of(of: Slots, c: Context) -> Floats | float:
-    return per_key(_in_slots(of, c.question, (c.view,))[0], c.question.block_scale, 1.0)
+    return per_key(_in_slots(of, c.question, c.view), c.question.block_scale, 1.0)
 
 
 def _sorted(order: Callable[[Lists], Ints], x: Lists) -> Lists:
@@ -169,8 +160,11 @@ def _of_the_last(x: Lists) -> Lists:
     return replace(x, times=np.concatenate([last, x.walked[..., -1:]], axis=2))
 
 
-CHANGES: dict[str, Change] = {
-    "blocks ascending": partial(_sorted, lambda x: x.named),
-    "padding last": partial(_sorted, lambda x: ~x.is_block),
-    "of a block that is named twice that of the last slot": _of_the_last,
+PLACE = "that of its place in the sorted list of blocks"
+OTHERS: dict[str, See] = {
+    "blocks ascending": listed(partial(_sorted, lambda x: x.named)),
+    "padding last": listed(partial(_sorted, lambda x: ~x.is_block)),
+    "of a block that is named twice that of the last slot": listed(_of_the_last),
+    PLACE: partial(_by_place, False),
+    f"{PLACE}, the own one among them": partial(_by_place, True),
 }

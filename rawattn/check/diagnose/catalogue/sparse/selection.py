@@ -1,9 +1,9 @@
 """The catalogue of bugs in block-sparse attention: lists of blocks that are read wrongly
 (``lists``), who sees what of a block, factors (``gates``), and the sliding branch."""
 
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator
 from dataclasses import replace
-from functools import lru_cache, partial
+from functools import lru_cache
 from itertools import chain
 
 import numpy as np
@@ -12,7 +12,7 @@ from rawattn.check.diagnose.catalogue.masks import windows
 from rawattn.check.diagnose.catalogue.sparse import gates, walks
 from rawattn.check.diagnose.catalogue.sparse.lists import listed, misread, rows
 from rawattn.check.diagnose.catalogue.tiles import tiles
-from rawattn.check.diagnose.engine.attention import FORWARD, TILES, Bug, See, View, Views, views_of
+from rawattn.check.diagnose.engine.attention import FORWARD, TILES, Bug, See, View, each, views_of
 from rawattn.check.diagnose.engine.question import Question
 
 
@@ -24,13 +24,11 @@ def bugs(question: Question) -> tuple[Bug, ...]:
 
 def _bugs(question: Question) -> Iterator[Bug]:
     different = _differing(question)
-    for name, words, change in rows(question):
-        if different(see := listed(change)):
-            yield Bug(name, words, see=see)
-    if different(see := partial(_completed, True)):
-        yield Bug("padded-keys", "zeros in a last block that is selected", see=see)
-    if different(see := partial(_completed, False)):
-        yield Bug("neighbour-leak", "up to the end of a last block that is selected", see=see)
+    found = [(name, words, listed(change)) for name, words, change in rows(question)]
+    last = "a last block that is selected"
+    found.append(("padded-keys", f"zeros in {last}", each(_completed, True)))
+    found.append(("neighbour-leak", f"up to the end of {last}", each(_completed, False)))
+    yield from (Bug(name, words, see=see) for name, words, see in found if different(see))
     if question.block_scale is not None:
         yield from gates.bugs(question, different)
     if question.sliding is not None:
@@ -76,18 +74,15 @@ def _differing(question: Question) -> Callable[[See], bool]:
     return different
 
 
-def _completed(zeros: bool, question: Question, views: Views) -> Sequence[View]:
+def _completed(zeros: bool, question: Question, view: View) -> View:
     """Keys that complete a last block that is selected: zeros, or what lies there."""
-    found, size = [], question.block_size
-    for view in views:
-        count, there = question.lengths_k[view.sequence], len(view.keys)
-        if view.slot is None or not count:
-            return views
-        stop = int(view.keys[count - 1]) + 1
-        keys = np.arange(stop, stop - count % -size)
-        keys = np.where(zeros | (keys >= len(question.k)), -1, keys)
-        like = np.append(np.arange(there), np.full(len(keys), (count - 1) // size * size))
-        weight, slot = view.weight[..., like], view.slot[..., like]
-        weight[..., there:] *= slot[..., there:] >= 0
-        found.append(replace(view, keys=np.append(view.keys, keys), weight=weight, slot=slot))
-    return found
+    count, there, size = question.lengths_k[view.sequence], len(view.keys), question.block_size
+    if view.slot is None or not count:
+        return view
+    stop = int(view.keys[count - 1]) + 1
+    keys = np.arange(stop, stop - count % -size)
+    keys = np.where(zeros | (keys >= len(question.k)), -1, keys)
+    like = np.append(np.arange(there), np.full(len(keys), (count - 1) // size * size))
+    weight, slot = view.weight[..., like], view.slot[..., like]
+    weight[..., there:] *= slot[..., there:] >= 0
+    return replace(view, keys=np.append(view.keys, keys), weight=weight, slot=slot)
