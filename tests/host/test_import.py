@@ -87,15 +87,15 @@ OF_CONTEXT_PARALLEL = {
 # The rooms of rawattn.check.diagnose, each of which imports none but those before it.
 OF_DIAGNOSE = {
     "__init__": set(),
-    "findings": set(),
     "engine": set(),
+    "findings": {"engine"},
     "evidence": {"engine", "findings"},
     "catalogue": {"engine"},
     "read": {"catalogue", "engine", "evidence", "findings"},
     "inferred": {"catalogue", "engine", "evidence", "read"},
     "judge": {"catalogue", "engine", "evidence", "findings", "inferred", "read"},
     "files": {"engine", "evidence"},
-    "logs": {"catalogue", "findings", "judge"},
+    "logs": {"catalogue", "evidence", "findings", "judge"},
     "harness": {"catalogue", "findings"},
     "report": {"catalogue", "engine", "evidence", "findings", "harness"},
 }

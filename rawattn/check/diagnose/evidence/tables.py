@@ -43,6 +43,7 @@ class Table:
         with np.errstate(invalid="ignore"):
             allowed = self.noise * np.maximum(size, self.floor * np.maximum(row, least))
             close = np.abs(self.found - self.due) <= allowed
+        close &= (self.found != 0) | (size < 1e-2 * allowed)  # nothing, where little is due
         return np.asarray(~(close | (self.found == self.due)))
 
     def column(self, places: Any) -> str:
@@ -66,12 +67,13 @@ def told(of: Table, question: Question) -> str:
     kinds = {row: here.kinds(int(row)) for row in rows[off.any(axis=1)]}
     every = {kind for of_row in kinds.values() for kind in of_row}
     alone = every.pop() if len(every) == 1 and len(kinds) > 1 else ""
-    pieces: dict[str, list[int]] = {}
+    pieces, lists = dict[str, list[int]](), question.block_indices
     for row, of_row in kinds.items():
         said = [f"{of.column(at)} {kind}".removesuffix(alone) for kind, at in of_row.items()]
-        text = ", ".join(map(str.rstrip, said)) + (
-            _blocks(question, head, int(row)) if of.side == "q" else ""
-        )
+        text = ", ".join(map(str.rstrip, said))
+        if lists is not None and of.side == "q":
+            listed = lists[row, head * lists.shape[1] // question.num_heads_q]
+            text += f" (its blocks {', '.join(map(str, listed))})"
         pieces.setdefault(text, []).append(int(row - rows[0]))
     said = [f"{of.row} = {named('', places)}: {text}" for text, places in pieces.items()]
     more = len(said) - PIECES
@@ -87,15 +89,6 @@ def told(of: Table, question: Question) -> str:
         count += f", all of {of.column(few - here.first)}"
     count += f", each {alone}" * bool(alone)
     return f"{of.name}{which} is wrong{count}: {'; '.join(said)}"
-
-
-def _blocks(question: Question, head: int, row: int) -> str:
-    """The list of a query."""
-    if question.block_indices is None:
-        return ""
-    lists = np.asarray(question.block_indices)
-    listed = lists[row, head * lists.shape[1] // question.num_heads_q]
-    return f" (its blocks {', '.join(map(str, listed))})"
 
 
 @dataclass(frozen=True)

@@ -45,7 +45,8 @@ def _of_backward(read: Backward) -> Iterator[Table]:
     free = _weights(*given, True)
     yield Table("P of dv", w.P, _weights(*given, rights), "q", "j", noise, SMALL, free)
     for name, of in read.slopes.items():
-        free = _weights(of.S, of.L, True) * of.Z
+        with np.errstate(invalid="ignore", over="ignore"):
+            free = _weights(of.S, of.L, True) * of.Z
         due = np.where(rights, free, 0.0)
         yield Table(f"dS of {name}", of.dS, due, "q", "j", noise, free=free)
 
