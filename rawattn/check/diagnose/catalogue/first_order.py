@@ -129,9 +129,6 @@ def _first(columns: int, g: Geometry) -> At:
 
 
 def _of_backward(question: Question) -> Iterator[Bug]:
-    if question.mask_window != (-1, -1):
-        text = "of unmasked attention"
-        yield Bug("delta-of-another-out", text, BACKWARD, steps={"D": _of_unmasked})
     masked = {"dS": lambda c: c.r(np.where(c.W > 0, c.dP - c.D[..., None], 0.0))}
     yield Bug("softmax-backward-without-p", "", BACKWARD, steps=masked)
     shapes = {"dq": question.q.shape, "dk": question.k.shape, "dv": question.v.shape}
@@ -139,11 +136,6 @@ def _of_backward(question: Question) -> Iterator[Bug]:
         if shapes[one] == shapes[other]:
             text = f"{one} and {other}"
             yield Bug("gradients-swapped", text, BACKWARD, store=partial(_swapped, one, other))
-
-
-def _of_unmasked(c: Context) -> Floats:
-    P = STEPS["softmax"](changed(c, S=c.G * c.cap[0]))[1]
-    return np.asarray((P * c.dP).sum(axis=-1) - c.dL)
 
 
 def _swapped(one: str, other: str, question: Question, answers: Answers) -> Answers:
