@@ -123,6 +123,10 @@ class _Place:
             kinds.setdefault(kind, []).append(int(column) - self.first)
         return kinds
 
+    def _at(self, h: int, further: int) -> str:
+        parts = [f"head {h}"] * (h != self.head) + [f"{self.of.row} {further:+d}"] * (further != 0)
+        return ", ".join(parts)
+
     def _other(self, row: int, column: int) -> str:
         """One entry, and where else what it holds must stand."""
         of = self.of
@@ -130,9 +134,8 @@ class _Place:
         near, other = np.argwhere(np.abs(of.due - found) <= 1e-2 * of.noise * abs(found)), ""
         if len(near) == 1 and of.noise * of.due.size < BY_CHANCE:
             h, i, j = map(int, near[0])
-            parts = [f"head {h}"] * (h != self.head) + [f"{of.row} {i - row:+d}"] * (i != row)
-            parts += [of.column([j - self.first])] * (j != column)
-            other = f" (due at {', '.join(parts)})"
+            parts = [self._at(h, i - row), of.column([j - self.first]) * (j != column)]
+            other = f" (due at {', '.join(filter(None, parts))})"
         return f"is {found:.4g}, not {due:.4g}{other}"
 
     def _other_row(self, row: int, columns: Array) -> str:
@@ -146,7 +149,6 @@ class _Place:
             return "is not finite"
         if np.count_nonzero(near) == 1:
             h, i = map(int, np.argwhere(near)[0])
-            parts = [f"head {h}"] * (h != self.head) + [f"{of.row} {i - row:+d}"] * (i != row)
-            return f"is that of {', '.join(parts)}"
+            return f"is that of {self._at(h, i - row)}"
         off = np.abs(found - due).max(initial=0.0)
         return f"is other numbers, by up to {off:.3g} off of {np.abs(due).max():.3g}"

@@ -12,9 +12,9 @@ from typing import NamedTuple
 import numpy as np
 
 from rawattn.check.diagnose.catalogue.classes import CLASSES
+from rawattn.check.diagnose.engine import question as problems
 from rawattn.check.diagnose.engine.attention import empty
 from rawattn.check.diagnose.engine.effort import spent
-from rawattn.check.diagnose.engine.parts import part as sequences_of
 from rawattn.check.diagnose.engine.question import OF_KEYS, OF_SINKS, Answers, Question, by_rows
 from rawattn.check.diagnose.evidence.sight import mask_rule, sight_of
 from rawattn.check.diagnose.findings import NAMELESS, Diagnosis, Finding
@@ -53,7 +53,7 @@ def diagnose(
     question, part, fact = cut(whole, _with_rows(given))
     found, facts = _judge(question, part, side, call, until, told)
     if any(one.bug == "unknown" for one in found) and (run := _numbers(question, part)):
-        others, _ = _judge(*sequences_of(question, part, *run), side, call, until, UNREAD)
+        others, _ = _judge(*problems.part(question, part, *run), side, call, until, UNREAD)
         if others and not any(one.bug in NAMELESS for one in others):
             found = others
             facts.append(f"{side}: there is NaN in sequences other than {run[0]} to {run[1] - 1}")
@@ -103,10 +103,9 @@ def _well_formed(question: Question, answers: Answers, side: str) -> tuple[Answe
 
 def sizes_of(question: Question) -> str:
     """What a question is about, in a line."""
-    q = question
-    lengths = f"{_few(q.lengths_q)} tokens"
-    if q.lengths_q != q.lengths_k:
-        lengths = f"{_few(q.lengths_q)} queries on {_few(q.lengths_k)} keys"
+    q, both = question, (question.lengths_q, question.lengths_k)
+    of_q, of_k = (", ".join(map(str, x[:8])) + ", ..." * (len(x) > 8) for x in both)
+    lengths = f"{of_q} tokens" if both[0] == both[1] else f"{of_q} queries on {of_k} keys"
     heads = f"{q.num_heads_q} head{'s' if q.num_heads_q > 1 else ''} on {q.num_heads_kv}"
     mask = ["causal" if q.causal else "not causal", *q.rare]
     mask += [] if q.window == (-1, -1) else [f"window {q.window}"]
@@ -117,10 +116,6 @@ def sizes_of(question: Question) -> str:
     )
 
 
-def _few(lengths: Sequence[int]) -> str:
-    return ", ".join(map(str, lengths[:8])) + (", ..." if len(lengths) > 8 else "")
-
-
 def _judge(
     question: Question, answers: Answers, side: str, call: Call | None, until: float, told: Readings
 ) -> tuple[list[Finding], list[str]]:
@@ -128,7 +123,7 @@ def _judge(
     answers = {} if races else answers  # which cannot be judged
     empty_ones, answers = proofs.of_empty(question, answers, side)
     verdicts: list[StageVerdict] = []
-    hints = [*told.general, *told.planted]
+    hints = told.general
     for stage in question.stages:
         known = hints, told.bugs, told.shown, partial(told.allows, stage=stage)
         verdict = Stage(question, answers, stage, until, *known).verdict()

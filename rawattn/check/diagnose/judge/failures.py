@@ -78,18 +78,15 @@ def explain_failures(
         again = (of for _, of in found if other is None and _explains(candidate, of, kind[0]))
         diagnosis = next(again, None) or asked(until=0.0 if lost else until, known=known)
         sure = [f for f in diagnosis.findings if f.confidence in SURE and not f.alternatives]
-        planted = [bug for f in sure if f.confidence == "high" for bug in f.planted.values()]
-        shown = known.shown | {f.bug for f in sure if f.form is not None} - {*NAMELESS}
-        known = Readings(shown=shown, planted=(*known.planted, *planted))
+        names = {f.bug for f in sure if f.form is not None} - {*NAMELESS}
+        known = Readings(shown=known.shown | names)
         if not lost or _named(diagnosis):
             found.append((kind, diagnosis))
     joined = _joined(f"{candidate.name} against {against}", found)
     findings = _as_failing(joined.findings)
-    for first in findings[:1]:
-        every = [(one, kind[0]) for kind, of in found for one in of.findings]
-        alike = [x for x in every if (x[0].bug, x[0].side) == (first.bug, first.side)]
-        alike.sort(key=lambda pair: pair[0].planted is not first.planted)
-        findings[0] = _asked_once_more(candidate, first, [case for _, case in alike])
+    every = {str(case): case for kind, _ in found for case in kind}
+    for first in findings[:1]:  # its first case is the one that it is told of
+        findings[0] = _asked_once_more(candidate, first, [every[name] for name in first.cases])
     return replace(joined, findings=tuple(findings))
 
 
@@ -98,16 +95,15 @@ def _asked_once_more(candidate: Candidate, f: Finding, cases: Sequence[Case]) ->
     of an option; with all that is wrong on the smallest problem where it is not sure."""
     if f.side != SIDE:
         return f
-    first, no = cases[0], {name: {name: x} for name, x in UNUSED.items()}
-    there = [name for name, x in UNUSED.items() if getattr(first, name, x) != x]
-    there = [name for name in there if name.partition("_")[0] not in f.bug]  # it is about that
-    lacks = ["at other lengths"] * any(not _holds(candidate, f, first, x) for x in FURTHER)
-    bare = {f"without {x}": replace(first, **no[x]) for x in there}
-    lacks += [text for text, x in bare.items() if not _holds(candidate, f, x, FURTHER[0])]
+    lacks = ["at other lengths"] * any(not _holds(candidate, f, cases[0], x) for x in FURTHER)
+    for name, unused in UNUSED.items():
+        there = getattr(cases[0], name, unused) != unused and name.partition("_")[0] not in f.bug
+        other = replace(cases[0], **{name: unused}) if there else cases[0]
+        lacks += [f"without {name}"] * (there and not _holds(candidate, f, other, FURTHER[0]))
     if f.confidence == "high" and lacks:
         told = f"it does not give the numbers of other problems: {', '.join(lacks)}"
         f = replace(f, confidence="medium", evidence=(*f.evidence[:1], told, *f.evidence[1:]))
-    return f if f.sure else replace(f, least=_least(candidate, f, cases[:LEAST]) or f.least)
+    return f if f.sure else replace(f, least=_least(candidate, f, cases) or f.least)
 
 
 def _explains(candidate: Candidate, diagnosis: Diagnosis, case: Case) -> bool:
@@ -157,7 +153,8 @@ def _least(candidate: Candidate, f: Finding, cases: Sequence[Case]) -> str:
     for stage in stages:
         if (one := of_stage(candidate, stage)) is not None:
             asker = Asker(one, stage, partial(question_of, clean=True), answers_of)
-            told = [*filter(None, (least(asker, candidate.fit(small(case))) for case in cases))]
+            kinds = [*{replace(case, dtype=""): case for case in map(small, cases)}.values()]
+            told = [*filter(None, (least(asker, candidate.fit(x)) for x in kinds[:LEAST]))]
             if told:
                 return min(told, key=len)
     return ""
@@ -191,14 +188,11 @@ def explain_failure(
     of other cases; where rules were all that these showed, no more is searched for."""
     look = partial(_asked, {SIDE: candidate} | ({} if other is None else {against: other}))
     asked = question_of(candidate.fit(small(case)), clean=True)
-    for clean in (True, False) if known.shown else ():  # what it is for others to agree, first
-        here = asked if clean else question_of(candidate.fit(case))
-        best = look(here, until=0.0, told=known)
-        named = {one.bug for one in best.findings} - {*(() if clean else NAMELESS)}
+    if known.shown:  # what it is for others to agree, first
+        best = look(asked, until=0.0, told=known)
+        named = {one.bug for one in best.findings}
         if named and named <= known.shown:
             return best
-        if best.findings or sum(costs_of(case)) > PAIRS:
-            break
     told = _read(candidate, asked) if spent() < until else UNREAD
     of_rules = known.shown and known.shown <= {*LOOSE}
     best = look(asked, until=0.0 if of_rules else until, told=told)

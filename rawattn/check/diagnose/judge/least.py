@@ -12,14 +12,7 @@ import numpy as np
 
 from rawattn.check.candidate import Candidate
 from rawattn.check.cases import Case, in_use
-from rawattn.check.diagnose.engine.question import (
-    OF_SLOTS,
-    STAGES,
-    Answers,
-    Question,
-    by_rows,
-    side_of,
-)
+from rawattn.check.diagnose.engine.question import STAGES, Answers, Question, by_rows, side_of
 from rawattn.check.diagnose.evidence.tables import Table, told
 from rawattn.check.diagnose.judge.diagnosis import sizes_of
 from rawattn.check.diagnose.read import branches
@@ -28,13 +21,11 @@ from rawattn.check.diagnose.read.probe import OF_DERIVATIVES, Ask, Refused
 from rawattn.check.diagnose.read.tables import tables_of
 from rawattn.check.expected import Target, expect
 from rawattn.check.second import expect_second
-from rawattn.check.sparse_cases import SparseCase
 
 Array = np.ndarray
 Lengths = tuple[tuple[int, ...], tuple[int, ...]]  # of q and of k
 SIZES = (1, 2, 3, 4, 5, 8, 9, 12, 16, 17, 20, 24, 32, 33, 40, 48, 49, 64, 65, 80, 96, 97, 128, 129)
-FEW = (1, 2, 5, 17, 33, 65)
-KEYS = 16  # whose columns are read
+FEW = (1, 2, 4, 9, 17, 33, 65)
 FIRST = ("forward", "backward")
 READ: dict[str, Callable[..., Any]] = {of: reader for of, (reader, _) in READERS.items()} | BEYOND
 MOVED = {"second": "dd", "jvp": "t"}  # what directions are called
@@ -72,12 +63,6 @@ def least(asker: Asker, case: Case) -> str:
     shown = next(filter(asker.fails, _tried(case)), None)
     if shown is None:
         return ""
-    (n, *more), (m, *_) = shown.lengths_q, shown.lengths_k
-    if not more and case.lengths_q != case.lengths_k:
-        of_q = (with_lengths(case, ((x,), (m,))) for x in SIZES if x < n)
-        shown = next(filter(asker.fails, of_q), shown)
-        of_k = (with_lengths(case, (shown.lengths_q, (x,))) for x in SIZES if x < m)
-        shown = next(filter(asker.fails, of_k), shown)
     said = []
     for moved, one in _moved(asker, shown):
         question = asker.question(one)
@@ -90,8 +75,8 @@ def _moved(asker: Asker, case: Case) -> list[tuple[str, Case]]:
     """The problem; of tangents with one direction alone, those that show it; in words which."""
     if asker.stage in FIRST:
         return [("", case)]
-    still: dict[str, Any] = {"sinks_direction": False}
-    still |= {"gate_direction": False} if isinstance(case, SparseCase) else {}
+    names = (name for name in ("sinks_direction", "gate_direction") if hasattr(case, name))
+    still: dict[str, Any] = dict.fromkeys(names, False)
     alone = {}
     for n, name in enumerate("qkv"):
         one = replace(case, direction=(n == 0, n == 1, n == 2), **still)
@@ -111,10 +96,10 @@ def of_stage(candidate: Candidate, stage: str) -> Candidate | None:
 
 def _tried(case: Case) -> Iterator[Case]:
     """Problems like ``case``, the smallest first: of one sequence, then of two."""
-    yield from (with_lengths(case, ((n,), (n,))) for n in SIZES)
     apart = case.lengths_q != case.lengths_k
-    if apart:
-        yield from (with_lengths(case, ((n,), (m,))) for n, m in sorted(product(FEW, FEW), key=sum))
+    for n, m in sorted(product(FEW, FEW), key=sum) if apart else ():
+        yield with_lengths(case, ((n,), (m,)))
+    yield from (with_lengths(case, ((n,), (n,))) for n in SIZES)
     for two in sorted(product((0, *FEW), (0, *FEW)), key=sum):
         yield with_lengths(case, (two, two[::-1] if apart else two))
 
@@ -149,7 +134,8 @@ def _fields(asker: Asker, case: Case, question: Question) -> Iterator[Table]:
             x, y = (by_rows(name, a).swapaxes(0, 1) for a in (found[name], target.reference))
             size = float(np.abs(y[np.isfinite(y)]).mean()) or 1.0
             noise = max(2 * target.allowance() / size, 1e-6)
-            columns = ("it",) if x.shape[2] == 1 else "slot" if name in OF_SLOTS else "column"
+            wide = "slot" if name.endswith("block_scale") else "column"
+            columns = ("it",) if x.shape[2] == 1 else wide
             of_rows = Table(name, x, y, side_of(name), columns, noise)
             yield _summed(of_rows, question, MOVED.get(stage, "")) or of_rows
 
@@ -188,7 +174,7 @@ def _columns(ask: Ask, question: Question, P: Array) -> Iterator[Table]:
         return
     numbers = np.arange(1, v.shape[2] + 1)
     found = np.zeros((len(v), v.shape[1], v.shape[2]))
-    for key in range(min(v.shape[1], KEYS)):
+    for key in range(v.shape[1]):
         of_one, of_each = (np.zeros_like(question.v) for _ in range(2))
         of_one[key], of_each[key] = 1, numbers
         given = (ask(replace(question, v=x))["out"] for x in (of_one, of_each))

@@ -21,16 +21,8 @@ from rawattn.check.diagnose.catalogue.sparse import selection
 from rawattn.check.diagnose.engine.attention import NO_BUG, Bug, Floats, Given, solve
 from rawattn.check.diagnose.engine.effort import cuts, over, spend
 from rawattn.check.diagnose.engine.question import STAGES, Answers, Question, by_rows
-from rawattn.check.diagnose.evidence.precision import (
-    Fit,
-    Precision,
-    defined,
-    fit,
-    ladder,
-    relative_residual,
-    rows_off,
-    sizes,
-)
+from rawattn.check.diagnose.evidence import precision as noise
+from rawattn.check.diagnose.evidence.precision import Fit, Precision, fit, ladder, rows_off
 from rawattn.check.diagnose.evidence.structure import where
 from rawattn.check.diagnose.inferred import inputs, online, terms, unwritten
 from rawattn.check.diagnose.inferred.sample import in_rows, is_wrong
@@ -157,7 +149,7 @@ class Stage:
         self.rights = [*right_ones, *self.with_other_inputs([NO_BUG])]
         self.tensors = tuple(n for n in self.found if n in self.rights[0].answers)
         right = self.rights[-1].answers  # of the right out and lse: NaN comes from inputs alone
-        self.rows = {n: defined(question, n, right[n]) & self._held(n) for n in self.tensors}
+        self.rows = {n: noise.defined(question, n, right[n]) & self._held(n) for n in self.tensors}
         self.finest = ladder(question.dtype)[0]
         self.telling = {name for name in self.tensors if self._tells(name)}
         self.distances: dict[tuple[Prediction, str], float] = {}
@@ -195,8 +187,7 @@ class Stage:
         """What to try one after the other, each where those before explain too little."""
         if precision.name == self.finest.name:
             first = self.planted(bug for bug in self.listed if bug.name in self.shown)
-            hinted = [one for one in self.hinted if one.bug.name in self.shown]
-            yield from filter(None, (first, hinted, self.planted(self.told)))
+            yield from filter(None, (first, self.planted(self.told)))
         yield self.usual
         if self.of_terms:
             yield [*self.usual, *self.of_terms]
@@ -206,7 +197,7 @@ class Stage:
 
     @cached_property
     def sizes(self) -> Answers:
-        return sizes(self.question, self.stage, self.given)
+        return noise.sizes(self.question, self.stage, self.given)
 
     @cached_property
     def usual(self) -> list[Prediction]:
@@ -319,7 +310,7 @@ class Stage:
     def _near(self, guess: Prediction, name: str) -> bool:
         a, b = self.pair(name, guess)
         rows = np.isfinite(a).all(axis=2) & np.isfinite(b).all(axis=2) & self.rows[name]
-        return bool(rows.any()) and relative_residual(a, b, rows) < FAR
+        return bool(rows.any()) and noise.relative_residual(a, b, rows) < FAR
 
     def telling_ones(self, explained: Sequence[Explained]) -> list[Explained]:
         """Those that numbers speak for; of zeros alone only what hardly anything else explains."""
@@ -345,7 +336,9 @@ class Stage:
             spend(OF_A_DISTANCE)
             a, b = self.pair(name, guess)
             same = a.shape == b.shape
-            self.distances[key] = relative_residual(a, b, self.rows[name]) if same else math.inf
+            self.distances[key] = (
+                noise.relative_residual(a, b, self.rows[name]) if same else math.inf
+            )
         return self.distances[key]
 
     def right_at(self, precision: Precision) -> dict[str, Fit]:

@@ -8,8 +8,8 @@ from typing import Any
 import numpy as np
 
 from rawattn.check.cases import Case
-from rawattn.check.diagnose.engine.parts import BY_TOKENS, part
-from rawattn.check.diagnose.engine.question import Answers, Question, by_rows, side_of
+from rawattn.check.diagnose.engine import question as problems
+from rawattn.check.diagnose.engine.question import BY_TOKENS, Answers, Question, by_rows, side_of
 from rawattn.check.diagnose.evidence import structure
 from rawattn.check.diagnose.findings import Finding
 from rawattn.check.diagnose.inferred import accumulators
@@ -35,7 +35,7 @@ def cut(question: Question, answers: Answers) -> tuple[Question, Answers, str]:
     if sum(costs) <= SCORES:
         return question, answers, ""
     first, stop = run(costs)
-    question, answers = part(question, answers, first, stop)
+    question, answers = problems.part(question, answers, first, stop)
     text = f"sequences {first} to {stop - 1} of {len(costs)} were judged"
     total = sum(costs[first:stop])
     if total > SCORES and question.num_heads_kv > 1 and not question.sparse:

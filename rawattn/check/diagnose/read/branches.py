@@ -9,8 +9,7 @@ from typing import Any
 import numpy as np
 
 from rawattn.check.diagnose.engine.attention import FORWARD, Bug, View
-from rawattn.check.diagnose.engine.parts import LISTS
-from rawattn.check.diagnose.engine.question import Answers, Question
+from rawattn.check.diagnose.engine.question import LISTS, Answers, Question
 from rawattn.check.diagnose.engine.steps import STEPS, Context, changed
 from rawattn.check.diagnose.read import probe
 from rawattn.check.diagnose.read.probe import Ask, Weights

@@ -1,7 +1,7 @@
 """What a function does, in words: the fields that were read of its two passes, as readings."""
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import cache, partial
 from typing import Any
@@ -47,13 +47,11 @@ PASSES |= {"jvp": "forward-mode derivative", "second": "double backward"}
 @dataclass(frozen=True, eq=False)
 class Readings:
     """Of all stages that could be asked; ``facts``: why others were not, and what is right. shown:
-    classes of bugs that other problems have shown, and planted, some of these bugs, to be tried
-    before any others."""
+    classes of bugs that other problems have shown, to be tried before any others."""
 
     of: tuple[Said, ...] = ()
     facts: tuple[str, ...] = ()
     shown: frozenset[str] = frozenset()
-    planted: Sequence[Bug] = ()
 
     @property
     def bugs(self) -> list[Bug]:

@@ -10,8 +10,7 @@ from typing import Any
 
 import numpy as np
 
-from rawattn.check.diagnose.engine.parts import BY_TOKENS, part
-from rawattn.check.diagnose.engine.question import STAGES, Answers, Question
+from rawattn.check.diagnose.engine.question import BY_TOKENS, STAGES, Answers, Question, part
 from rawattn.check.diagnose.read.name import READERS, Readings, read
 from rawattn.check.diagnose.read.probe import OF_DERIVATIVES, Ask, Refused, problem
 
