@@ -66,3 +66,10 @@ def test_a_name_is_asked_on_other_problems() -> None:
     assert (sure.confidence, sure.least, unsure.confidence) == ("high", "", "medium")
     assert "without seqused_k" in unsure.evidence[1]
     assert "lse of head 0 (head 1 alike) is wrong: i = 0: it is " in unsure.least
+
+
+def test_sums_over_all_rows_are_apart() -> None:
+    """Of sinks, whose gradients have no rows: half of the scale in both passes."""
+    planted = wrong({"S": lambda c, x: x / 2}, "forward", "backward")
+    (first, *_) = explain_failures(candidate(planted), [CASES["sinks"], CASES["group3"]]).findings
+    assert first.bug == "score-scale" and first.least
