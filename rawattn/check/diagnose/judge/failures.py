@@ -5,7 +5,7 @@ ways between cases and questions: a change of one must be made in the other."""
 
 import math
 from collections import Counter
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from operator import itemgetter
@@ -85,7 +85,9 @@ def explain_failures(
     joined = _joined(f"{candidate.name} against {against}", found)
     findings = _as_failing(joined.findings)
     every = {str(case): case for kind, _ in found for case in kind}
-    for first in findings[:1]:  # its first case is the one that it is told of
+    for first in (
+        one for one in findings[:1] if one.side == SIDE
+    ):  # its first case is the one that it is told of
         findings[0] = _asked_once_more(candidate, first, [every[name] for name in first.cases])
     return replace(joined, findings=tuple(findings))
 
@@ -93,17 +95,20 @@ def explain_failures(
 def _asked_once_more(candidate: Candidate, f: Finding, cases: Sequence[Case]) -> Finding:
     """A finding that ``cases`` show, as sure as further problems leave it: other lengths, and none
     of an option; with all that is wrong on the smallest problem where it is not sure."""
-    if f.side != SIDE:
-        return f
-    lacks = ["at other lengths"] * any(not _holds(candidate, f, cases[0], x) for x in FURTHER)
-    for name, unused in UNUSED.items():
-        there = getattr(cases[0], name, unused) != unused and name.partition("_")[0] not in f.bug
-        other = replace(cases[0], **{name: unused}) if there else cases[0]
-        lacks += [f"without {name}"] * (there and not _holds(candidate, f, other, FURTHER[0]))
-    if f.confidence == "high" and lacks:
+    if f.confidence == "high" and (lacks := [*_lacking(candidate, f, cases[0])]):
         told = f"it does not give the numbers of other problems: {', '.join(lacks)}"
         f = replace(f, confidence="medium", evidence=(*f.evidence[:1], told, *f.evidence[1:]))
     return f if f.sure else replace(f, least=_least(candidate, f, cases) or f.least)
+
+
+def _lacking(candidate: Candidate, f: Finding, case: Case) -> Iterator[str]:
+    """On which further problems what was planted does not give the function's numbers."""
+    if any(not _holds(candidate, f, case, lengths) for lengths in FURTHER):
+        yield "at other lengths"
+    for name, unused in UNUSED.items():
+        there = getattr(case, name, unused) != unused and name.partition("_")[0] not in f.bug
+        if there and not _holds(candidate, f, replace(case, **{name: unused}), FURTHER[0]):
+            yield f"without {name}"
 
 
 def _explains(candidate: Candidate, diagnosis: Diagnosis, case: Case) -> bool:
@@ -112,7 +117,7 @@ def _explains(candidate: Candidate, diagnosis: Diagnosis, case: Case) -> bool:
         return False
     (one,), asked = diagnosis.findings, question_of(candidate.fit(small(case)), clean=True)
     right = dict.fromkeys(asked.stages, NO_BUG)
-    planted = _gives(candidate, asked, right | {**one.planted}) and bool(one.planted)
+    planted = bool(one.planted) and _gives(candidate, asked, right | {**one.planted})
     return planted and not _gives(candidate, asked, right)
 
 

@@ -12,6 +12,7 @@ import numpy as np
 
 from rawattn.check.candidate import Candidate
 from rawattn.check.cases import Case, in_use
+from rawattn.check.diagnose.engine.attention import FIRST
 from rawattn.check.diagnose.engine.question import STAGES, Answers, Question, by_rows, side_of
 from rawattn.check.diagnose.evidence.tables import Table, told
 from rawattn.check.diagnose.judge.diagnosis import sizes_of
@@ -26,7 +27,6 @@ Array = np.ndarray
 Lengths = tuple[tuple[int, ...], tuple[int, ...]]  # of q and of k
 SIZES = (1, 2, 3, 4, 5, 8, 9, 12, 16, 17, 20, 24, 32, 33, 40, 48, 49, 64, 65, 80, 96, 97, 128, 129)
 FEW = (1, 2, 4, 9, 17, 33, 65)
-FIRST = ("forward", "backward")
 READ: dict[str, Callable[..., Any]] = {of: reader for of, (reader, _) in READERS.items()} | BEYOND
 MOVED = {"second": "dd", "jvp": "t"}  # what directions are called
 OF_VALUES = ("out", "sliding out", "dv", "gv", "ddout", "jvp out", "tout")  # as wide as v
@@ -60,15 +60,12 @@ class Asker:
 def least(asker: Asker, case: Case) -> str:
     """What is wrong on the smallest problem like ``case`` on which a pass fails, "" if that is not
     found: its lengths, and what is told of it."""
-    shown = next(filter(asker.fails, _tried(case)), None)
-    if shown is None:
-        return ""
-    said = []
-    for moved, one in _moved(asker, shown):
+    shown, said = next(filter(asker.fails, _tried(case)), None), list[str]()
+    for moved, one in _moved(asker, shown) if shown else ():
         question = asker.question(one)
         texts = (told(field, question) for field in _fields(asker, one, question))
         said += [moved + text for text in islice(filter(None, texts), 1)]
-    return f"{sizes_of(asker.question(shown))}: {'; '.join(said)}" if said else ""
+    return f"{sizes_of(asker.question(shown))}: {'; '.join(said)}" if shown and said else ""
 
 
 def _moved(asker: Asker, case: Case) -> list[tuple[str, Case]]:

@@ -22,7 +22,7 @@ from rawattn.check.diagnose.engine.attention import NO_BUG, Bug, Floats, Given, 
 from rawattn.check.diagnose.engine.effort import cuts, over, spend
 from rawattn.check.diagnose.engine.question import STAGES, Answers, Question, by_rows
 from rawattn.check.diagnose.evidence import precision as noise
-from rawattn.check.diagnose.evidence.precision import Fit, Precision, fit, ladder, rows_off
+from rawattn.check.diagnose.evidence.precision import Fit, Precision, fit, ladder, relative_residual
 from rawattn.check.diagnose.evidence.structure import where
 from rawattn.check.diagnose.inferred import inputs, online, terms, unwritten
 from rawattn.check.diagnose.inferred.sample import in_rows, is_wrong
@@ -246,7 +246,7 @@ class Stage:
         found = []
         for guess in self.every if bad else ():
             by = {n: self.pair(n, guess) for n in bad if guess.bug.store is None}
-            told = {n: bad[n] for n, x in by.items() if not rows_off(*x, bad[n], SHARE).any()}
+            told = {n: bad[n] for n, x in by.items() if not noise.rows_off(*x, bad[n], SHARE).any()}
             if not told:
                 continue
             changed = {n: self._changed(n, guess) for n in self.tensors}
@@ -264,7 +264,7 @@ class Stage:
 
     def _changed(self, name: str, guess: Prediction) -> np.ndarray:
         """Rows that a bug changes."""
-        return rows_off(self.pair(name, guess)[1], self.pair(name)[1], self.rows[name], SHARE)
+        return noise.rows_off(self.pair(name, guess)[1], self.pair(name)[1], self.rows[name], SHARE)
 
     def _held(self, name: str) -> np.ndarray:
         """All rows but those that are inf since the right values are more than their dtype holds,
@@ -284,10 +284,10 @@ class Stage:
         share = share or (2.0**-6 if self.found[name].dtype.itemsize == 2 else 1e-3)
         bad: np.ndarray = self.rows[name]
         for one in self.rights:
-            bad = bad & rows_off(*self.pair(name, one), self.rows[name], share)
+            bad = bad & noise.rows_off(*self.pair(name, one), self.rows[name], share)
         if bad.any():  # those that cancel are judged by what went in
             least = self.sizes.get(name, 0.0)
-            bad = bad & rows_off(*self.pair(name), self.rows[name], share, least)
+            bad = bad & noise.rows_off(*self.pair(name), self.rows[name], share, least)
         return bad
 
     def _tells(self, name: str) -> bool:
@@ -310,7 +310,7 @@ class Stage:
     def _near(self, guess: Prediction, name: str) -> bool:
         a, b = self.pair(name, guess)
         rows = np.isfinite(a).all(axis=2) & np.isfinite(b).all(axis=2) & self.rows[name]
-        return bool(rows.any()) and noise.relative_residual(a, b, rows) < FAR
+        return bool(rows.any()) and relative_residual(a, b, rows) < FAR
 
     def telling_ones(self, explained: Sequence[Explained]) -> list[Explained]:
         """Those that numbers speak for; of zeros alone only what hardly anything else explains."""
@@ -336,9 +336,7 @@ class Stage:
             spend(OF_A_DISTANCE)
             a, b = self.pair(name, guess)
             same = a.shape == b.shape
-            self.distances[key] = (
-                noise.relative_residual(a, b, self.rows[name]) if same else math.inf
-            )
+            self.distances[key] = relative_residual(a, b, self.rows[name]) if same else math.inf
         return self.distances[key]
 
     def right_at(self, precision: Precision) -> dict[str, Fit]:

@@ -75,10 +75,10 @@ class Readings:
             if here := [n for n, x in enumerate(findings) if _is_of(x, side, said.stage)]:
                 first = min(here, key=lambda n: findings[n].bug in NAMELESS)
                 one = _with(findings[first], said)
-                findings[first] = one if one.sure else replace(one, least=said.table)
+                findings[first] = one if one.sure else replace(one, least=said.table())
             elif not findings and said.wrong:
                 given = side, "unknown", said.wrong[0], PASSES[said.stage], "medium"
-                one = Finding(*given, evidence_of(said), LOOK_AT[said.stage], least=said.table)
+                one = Finding(*given, evidence_of(said), LOOK_AT[said.stage], least=said.table())
                 findings.append(one)
         return replace(diagnosis, findings=tuple(findings), facts=(*diagnosis.facts, *self.facts))
 
@@ -170,8 +170,9 @@ def _read(question: Question, stage: str, ask: Ask, known: Known) -> Said:
     reader, say = READERS.get(stage, (BEYOND.get(stage, probe.read_forward), said_of))
     found, again = reader(counted, here), cache(partial(_elsewhere, reader, counted, here))
 
-    told_of = (tables.told(one, found.places.question) for one in tables_of(found))
-    table = next(filter(None, told_of), "")
+    def table() -> str:
+        said = (tables.told(one, found.places.question) for one in tables_of(found))
+        return next(filter(None, said), "")
 
     def told(support: Support | None) -> Said:
         said: Said = say(found, again, support)

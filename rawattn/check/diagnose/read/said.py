@@ -1,5 +1,6 @@
 """What is said of weights that were read, and what is known of them."""
 
+from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 
@@ -28,7 +29,7 @@ class Said:
     """What was read of a ``stage``, by so many calls. right, wrong: sentences, the latter what the
     bug is; unread: what no sentence describes. names: classes of bugs; steps: as of engine.Bug.
     term: what the sentences are about. loose: it was read on other lengths than are judged. listed:
-    a bug of the catalogue that is all of it. table: all that is wrong in one sequence."""
+    a bug of the catalogue that is all of it. table: tells all that is wrong in one sequence."""
 
     weights: Weights
     support: Support
@@ -42,7 +43,7 @@ class Said:
     stage: str = ""
     calls: int = 0
     listed: Bug | None = None
-    table: str = ""
+    table: Callable[[], str] = str
 
     def say(self, text: str, name: str) -> None:
         self.wrong.append(text)

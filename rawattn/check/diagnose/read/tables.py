@@ -47,8 +47,7 @@ def _of_backward(read: Backward) -> Iterator[Table]:
     for name, of in read.slopes.items():
         with np.errstate(invalid="ignore", over="ignore"):
             free = _weights(of.S, of.L, True) * of.Z
-        due = np.where(rights, free, 0.0)
-        yield Table(f"dS of {name}", of.dS, due, "q", "j", noise, free=free)
+        yield Table(f"dS of {name}", of.dS, np.where(rights, free, 0.0), "q", "j", noise, free=free)
 
 
 def _weights(S: Array, L: Array, rights: Array | bool) -> Array:
