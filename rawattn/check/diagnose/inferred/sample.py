@@ -105,6 +105,21 @@ class Sample:
             found[name] = float(of_kv.max(initial=0.0))
         return found
 
+    def allows(self, bug: Bug) -> bool:
+        """Whether a bug may explain a wrong answer: it leaves less of it than the right computation
+        does, or it cannot be seen here."""
+        seen = all(self.left[name] > self.wrong[name] for name in self.wrong)
+        if bug.store is not None or not seen:
+            return True
+        left = self._of(bug)
+        return any(left[name] < self.left[name] for name in self.wrong)
+
+    def _of(self, bug: Bug) -> dict[str, float]:
+        """What a bug leaves of the sample's wrong answers."""
+        with np.errstate(all="ignore"):
+            answers = solve(self.question, self.stage, bug, given=self.given, only=self.has)
+        return self._distances(answers)
+
     def near(self, bugs: Iterable[Bug], each: int, until: float) -> list[Bug]:
         """Of those that come near on one of the wrong answers so many for each of these, by all of
         it; from ``until`` on, by effort.spent(), none is tried."""
@@ -114,9 +129,7 @@ class Sample:
             if over(until):
                 break
             if bug.alike is None or bug.alike not in known:
-                with np.errstate(all="ignore"):
-                    answers = solve(self.question, self.stage, bug, given=self.given, only=self.has)
-                known[bug.alike] = self._distances(answers)
+                known[bug.alike] = self._of(bug)
             left = known[bug.alike]
             near = {n: left[n] for n in self.wrong if left[n] < min(FAR, CLEARS * self.left[n])}
             if near:

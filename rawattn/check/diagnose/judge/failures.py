@@ -36,7 +36,8 @@ from rawattn.check.sparse_tensors import SparseTensors
 SIDE = "candidate"
 PAIRS = 400_000  # of queries and keys, over all heads: a case beyond is not looked at itself
 SECONDS = 9.0  # of an idle machine, after which no further problem is begun
-AGREEING, SETTLED = 4, 400.0  # kinds of cases; effort after which two of them are enough
+AGREEING, SETTLED = 4, 200.0  # kinds of cases; effort after which two of them are enough
+DEAR = 2000.0  # effort after which the kinds that have a name are
 SURE = ("high", "medium")
 FURTHER = ((21, 3, 50, 0, 38), (70, 9, 33))  # lengths of what is asked once more
 UNUSED: dict[str, Any] = {"seqused_k": None, "sinks": False, "softcap": None, "causal": False}
@@ -345,8 +346,11 @@ Kind = tuple[list[Case], Diagnosis]  # cases of one kind, and what was found
 
 
 def _agree(found: Sequence[Kind], effort: float) -> bool:
-    """Whether enough kinds of cases have shown the same bugs, many where another shows others."""
+    """Whether enough kinds of cases have shown the same bugs, many where another shows others and
+    they cost little."""
     said = [{(f.side, f.bug) for f in of.findings if _has_name(f)} for _, of in found]
+    if any(said) and effort > DEAR:
+        return True
     same = max(map(said.count, filter(None, said)), default=0)
     return same >= (2 if same == len(found) and effort > SETTLED else AGREEING)
 

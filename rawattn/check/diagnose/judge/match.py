@@ -25,7 +25,7 @@ from rawattn.check.diagnose.evidence import precision as noise
 from rawattn.check.diagnose.evidence.precision import Fit, Precision, fit, ladder, relative_residual
 from rawattn.check.diagnose.evidence.structure import where
 from rawattn.check.diagnose.inferred import inputs, online, terms, unwritten
-from rawattn.check.diagnose.inferred.sample import in_rows, is_wrong
+from rawattn.check.diagnose.inferred.sample import Sample, in_rows, is_wrong
 
 NEAREST = 12  # predictions whose noise is computed, for each tensor
 OF_A_DISTANCE, OF_A_FIT = 0.1, 0.6
@@ -203,7 +203,16 @@ class Stage:
     def usual(self) -> list[Prediction]:
         """Predictions with each bug that is listed, that other stages have, or of one term."""
         more = terms.single(*self.asked) if self.stage != "forward" else []
-        return [*self.planted(self.listed), *self.hinted, *self.planted(more)]
+        return [*self.planted(self.worth), *self.hinted, *self.planted(more)]
+
+    @cached_property
+    def worth(self) -> list[Bug]:
+        """Listed bugs that leave less than the right computation where the most is wrong."""
+        sample, found = Sample(*self.asked, self.given), []
+        for bug in self.listed:
+            with _searching():
+                found += [bug] if sample.allows(bug) else []
+        return found
 
     @cached_property
     def hinted(self) -> list[Prediction]:
@@ -244,7 +253,8 @@ class Stage:
         or tile alone, or in some lanes."""
         bad = {name: rows for name in self.tensors if (rows := self.bad(name)).sum() >= ROWS}
         found = []
-        for guess in self.every if bad else ():
+        others = [bug for bug in self.listed if bug not in self.worth] if bad else []
+        for guess in [*self.every, *self.planted(others)] if bad else ():
             by = {n: self.pair(n, guess) for n in bad if guess.bug.store is None}
             told = {n: bad[n] for n, x in by.items() if not noise.rows_off(*x, bad[n], SHARE).any()}
             if not told:
