@@ -48,6 +48,11 @@ class Parts(NamedTuple):
         return np.asarray(self.sums["out"] / total[..., None])
 
 
+    def with_out(self, sums: Floats) -> "Parts":
+        """With other sums of P V."""
+        return self._replace(sums=self.sums | {"out": sums})
+
+
 class Results(NamedTuple):
     """What an attention kernel makes of its parts; the last two are tangents."""
 
