@@ -47,30 +47,26 @@ def _ring(
     return found
 
 
-LOOPS: dict[str, Which] = {
-    text: partial(_each, of)
-    for text, of in {
-        "of the step before": lambda tiles: np.append(tiles[:1], tiles[:-1]),
-        "of the next step": lambda tiles: np.append(tiles[1:], tiles[-1:]),
-        "of step x + 2": lambda tiles: np.append(tiles[2:], tiles[-2:]),
-        **{
-            f"of step x % {n}": partial(lambda n, x: x[np.arange(len(x)) % n], n)
-            for n in (1, 2, 3, 4)
-        },
-        "of step x // 2 * 2": lambda tiles: tiles[np.arange(len(tiles)) // 2 * 2],
-        "counted from the first row, not from the first visible tile on,": lambda tiles: (
-            tiles - tiles.min(initial=tiles.max(initial=0))
-        ),
-    }.items()
+STEPS_READ: dict[str, Callable[[Ints], Ints]] = {
+    "of the step before": lambda tiles: np.append(tiles[:1], tiles[:-1]),
+    "of the next step": lambda tiles: np.append(tiles[1:], tiles[-1:]),
+    "of step x + 2": lambda tiles: np.append(tiles[2:], tiles[-2:]),
+    **{f"of step x % {n}": partial(lambda n, x: x[np.arange(len(x)) % n], n) for n in (1, 2, 3, 4)},
+    "of step x // 2 * 2": lambda tiles: tiles[np.arange(len(tiles)) // 2 * 2],
+    "counted from the first row, not from the first visible tile on,": lambda tiles: (
+        tiles - tiles.min(initial=tiles.max(initial=0))
+    ),
 }
-RINGS: dict[str, Which] = {}
-for stages, cleared in product((2, 3), (True, False)):
-    words = f"of a ring of {stages} stages" + ", cleared before each loop," * cleared
-    for name, step in {"first": 0, "last": -1}.items():
-        text = f"{words} into which the {name} tile of a loop is not loaded,"
-        RINGS[text] = partial(_ring, stages, 0, step, cleared)
-    for ahead in range(1, stages):
-        RINGS[f"{words} read {ahead} ahead,"] = partial(_ring, stages, ahead, None, cleared)
+RINGS = {  # stages, how far ahead they are read, and which step of a loop is not loaded
+    "of a ring of 2 stages into which the first tile of a loop is not loaded": (2, 0, 0),
+    "of a ring of 2 stages into which the last tile of a loop is not loaded": (2, 0, -1),
+    "of a ring of 2 stages read 1 ahead": (2, 1, None),
+    "of a ring of 3 stages read 1 ahead": (3, 1, None),
+    "of a ring of 3 stages read 2 ahead": (3, 2, None),
+}
+LOOPS: dict[str, Which] = {text: partial(_each, of) for text, of in STEPS_READ.items()}
+LOOPS |= {f"{text}, cleared by each loop,": partial(_ring, *of, True) for text, of in RINGS.items()}
+GO_ON: dict[str, Which] = {f"{text},": partial(_ring, *of, False) for text, of in RINGS.items()}
 READS = {  # steps, each with an operand, that take the rows of one stage
     "forward": ("Y K", "O V", "Y K, O V"),
     "dq": ("dQ K", "Y K, dQ K", "Y K", "dP V", "Y K, dQ K, dP V"),
@@ -182,9 +178,9 @@ def _of_loops(question: Question, stage: str, wrong: set[str], b: int) -> Iterat
     moved = [set.union(*(PRODUCTS[step][2] for step, _ in reads)) & results for reads in sets]
     sets = [x for x, names in zip(sets, moved, strict=True) if names & wrong == wrong & results]
     sizes = [tile for tile in TILES[::-1] if tile < max(map(max, lengths))]  # large ones first
-    for tile, down, (words, which) in product(sizes, (False, True), (LOOPS | RINGS).items()):
-        goes_on = which in RINGS.values() and "cleared" not in words  # from loop to loop
-        for u in (ALL, tile, 2 * tile, tile // 2, 4 * tile) if masked or goes_on else (ALL,):
+    for tile, down, (words, which) in product(sizes, (False, True), (LOOPS | GO_ON).items()):
+        others = (tile, 2 * tile, tile // 2, 4 * tile) if masked or words in GO_ON else ()
+        for u in others[:3] if words in GO_ON else (ALL, *others):
             loop = partial(_loop, over, tile, u, down, which)
             rows_of = tuple((rows.tobytes(), at.tobytes()) for rows, at in loop(seen))
             text = f"{words} of a loop over {tile} {over} each" + ", downwards" * down
