@@ -222,6 +222,8 @@ def _staged(
     found, axis = None, -1 if operand in ("L", "D", "w") else -2
     for rows, here in loop((c.W > 0).any(axis=0)):
         tile = taken(getattr(c, operand), rows, axis, np.inf if operand == "L" else 0.0)
+        if operand == "L":
+            tile[..., rows == ALL] = 0.0
         x = STEPS[step](changed(c, **{operand: tile}))
         found = x.copy() if found is None else found
         at = (slice(None), slice(None), here) if of_pairs else (slice(None), here)
