@@ -47,10 +47,14 @@ class Parts(NamedTuple):
         total = np.where(self.row_sums == 0, 1.0, self.row_sums)
         return np.asarray(self.sums["out"] / total[..., None])
 
-
     def with_out(self, sums: Floats) -> "Parts":
         """With other sums of P V."""
         return self._replace(sums=self.sums | {"out": sums})
+
+    def with_lses(self, lses: Floats) -> "Parts":
+        """With others where there are keys."""
+        moved = np.where(self.row_sums > 0, lses - self.lses, 0.0)
+        return self._replace(tops=self.tops + moved)
 
 
 class Results(NamedTuple):

@@ -19,35 +19,36 @@ from rawattn.reference.dense import allowed
 
 Ints = np.ndarray
 TAILS = {"count as its own": False, "are stored as its own, the last sequence first": True}
-# of the tiles of all steps, of one loop after the other, of a size, among so many rows: the rows that
-# every step takes, (steps, rows of a tile)
-Which = Callable[[list[Ints], int, int], list[Ints]]
+# of the tiles of all steps, of one loop after the other, of a size, among so many rows: the rows
+# that every step takes, (steps, rows of a tile)
+Loops = Callable[[list[Ints], int, int], list[Ints]]
+Which = Callable[[Ints], Ints]  # of the tiles of all steps, those that are taken
+Ring = tuple[int, int, int | None]
 ALL = 1 << 30  # one tile for all of the other side; a row that is not there
 
 
-def _each(of: Callable[[Ints], Ints], loops: list[Ints], tile: int, _: int) -> list[Ints]:
+def _each(of: Which, loops: list[Ints], tile: int, _: int) -> list[Ints]:
     return [of(tiles)[:, None] * tile + np.arange(tile) for tiles in loops]
 
 
-def _ring(
-    stages: int, ahead: int, lacking: int | None, cleared: bool, loops: list[Ints], tile: int, n: int
-) -> list[Ints]:
+def _ring(ring: Ring, cleared: bool, loops: list[Ints], tile: int, n: int) -> list[Ints]:
     """Tile x is loaded into stage x % stages, as far as it has rows, and read ``ahead`` of it; the
     ``lacking`` step of a loop of several loads nothing. cleared: in front of every loop."""
-    found, ring = list[Ints](), np.full((stages, tile), ALL)
+    (stages, ahead, lacking), found = ring, list[Ints]()
+    held = np.full((stages, tile), ALL)
     for tiles in loops:
-        ring[:] = ALL if cleared else ring
+        held[:] = ALL if cleared else held
         taken = np.empty((len(tiles), tile), dtype=int)
         for step, x in enumerate(tiles):
             rows = np.arange(x * tile, min((x + 1) * tile, n))
             if lacking is None or step != lacking % len(tiles) or len(tiles) == 1:
-                ring[x % stages, : len(rows)] = rows
-            taken[step] = ring[(x + ahead) % stages]
+                held[x % stages, : len(rows)] = rows
+            taken[step] = held[(x + ahead) % stages]
         found.append(taken)
     return found
 
 
-STEPS_READ: dict[str, Callable[[Ints], Ints]] = {
+LOOPS: dict[str, Which] = {
     "of the step before": lambda tiles: np.append(tiles[:1], tiles[:-1]),
     "of the next step": lambda tiles: np.append(tiles[1:], tiles[-1:]),
     "of step x + 2": lambda tiles: np.append(tiles[2:], tiles[-2:]),
@@ -57,16 +58,18 @@ STEPS_READ: dict[str, Callable[[Ints], Ints]] = {
         tiles - tiles.min(initial=tiles.max(initial=0))
     ),
 }
-RINGS = {  # stages, how far ahead they are read, and which step of a loop is not loaded
+RINGS: dict[
+    str, Ring
+] = {  # stages, how far ahead they are read, and which step of a loop is not loaded
     "of a ring of 2 stages into which the first tile of a loop is not loaded": (2, 0, 0),
     "of a ring of 2 stages into which the last tile of a loop is not loaded": (2, 0, -1),
     "of a ring of 2 stages read 1 ahead": (2, 1, None),
     "of a ring of 3 stages read 1 ahead": (3, 1, None),
     "of a ring of 3 stages read 2 ahead": (3, 2, None),
 }
-LOOPS: dict[str, Which] = {text: partial(_each, of) for text, of in STEPS_READ.items()}
-LOOPS |= {f"{text}, cleared by each loop,": partial(_ring, *of, True) for text, of in RINGS.items()}
-GO_ON: dict[str, Which] = {f"{text},": partial(_ring, *of, False) for text, of in RINGS.items()}
+EVERY: dict[str, Loops] = {text: partial(_each, of) for text, of in LOOPS.items()}
+EVERY |= {f"{text}, cleared by each loop,": partial(_ring, of, True) for text, of in RINGS.items()}
+GO_ON: dict[str, Loops] = {f"{text},": partial(_ring, of, False) for text, of in RINGS.items()}
 READS = {  # steps, each with an operand, that take the rows of one stage
     "forward": ("Y K", "O V", "Y K, O V"),
     "dq": ("dQ K", "Y K, dQ K", "Y K", "dP V", "Y K, dQ K, dP V"),
@@ -134,9 +137,9 @@ def _of_tails(question: Question) -> Iterator[Bug]:
 
 def _of_old_rows(question: Question) -> Iterator[Bug]:
     """Rows behind the last one, up to the end of its tile, which hold what a stage had before."""
-    for tile, behind, (of, stages) in product(TILES, (1, 2, 3), {"q": BACKWARD, "k": FIRST}.items()):
+    for tile, behind, of in product(TILES, (1, 2, 3), "qk"):
         form = f"rows of {of} behind the last one of its tile of {tile} count, as in"
-        see = each(_with_old_rows, tile, behind, of)
+        see, stages = each(_with_old_rows, tile, behind, of), BACKWARD if of == "q" else FIRST
         yield Bug("stale-tile", f"{form} the tile {behind} before it", stages, see)
 
 
@@ -178,7 +181,7 @@ def _of_loops(question: Question, stage: str, wrong: set[str], b: int) -> Iterat
     moved = [set.union(*(PRODUCTS[step][2] for step, _ in reads)) & results for reads in sets]
     sets = [x for x, names in zip(sets, moved, strict=True) if names & wrong == wrong & results]
     sizes = [tile for tile in TILES[::-1] if tile < max(map(max, lengths))]  # large ones first
-    for tile, down, (words, which) in product(sizes, (False, True), (LOOPS | GO_ON).items()):
+    for tile, down, (words, which) in product(sizes, (False, True), (EVERY | GO_ON).items()):
         others = (tile, 2 * tile, tile // 2, 4 * tile) if masked or words in GO_ON else ()
         for u in others[:3] if words in GO_ON else (ALL, *others):
             loop = partial(_loop, over, tile, u, down, which)
@@ -193,7 +196,7 @@ def _of_loops(question: Question, stage: str, wrong: set[str], b: int) -> Iterat
 
 
 def _loop(
-    over: str, tile: int, outer: int, down: bool, which: Which, seen: Ints
+    over: str, tile: int, outer: int, down: bool, which: Loops, seen: Ints
 ) -> list[tuple[Ints, Ints]]:
     """For every tile of ``outer`` on the other side which rows the loop ``over`` keys or queries
     takes, and which ones of the other side are in it; of those that take the same once."""

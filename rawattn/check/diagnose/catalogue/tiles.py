@@ -74,9 +74,9 @@ def _in_parts(keys: Keys, weights: Weights, question: Question, view: View) -> V
 def _at_edges(
     often: float, behind: bool, question: Question, view: View, starts: np.ndarray
 ) -> Floats:
-    """Weights (n, m): the key ``behind`` each edge between parts, or that before, counts so often."""
-    given = {"prepend": starts[:1]} if behind else {"append": starts[-1:]}
-    return np.asarray(view.weight[0] * np.where(np.diff(starts, **given) > 0, often, 1.0))
+    """The key ``behind`` each edge between parts, or that before it, counts so often."""
+    first = np.append(False, np.diff(starts) > 0)
+    return np.asarray(view.weight[0] * np.where(first if behind else np.roll(first, -1), often, 1))
 
 
 def _from_start(question: Question, view: View, starts: np.ndarray) -> np.ndarray:
@@ -125,7 +125,8 @@ def of_late(question: Question, rows: np.ndarray) -> Iterator[Bug]:
 def _late(tile: int, rows: int, last: bool, every: bool, seen: np.ndarray) -> np.ndarray:
     """Rows that see keys, or ``every`` one, but none in the tile where the running maximum starts:
     the first one, or the ``last``, of which a tile of queries sees any."""
-    found, tiles = np.asarray(seen.any(axis=2)) | every, np.arange(seen.shape[2]) // tile
+    found, tiles = np.asarray(seen.any(axis=2)), np.arange(seen.shape[2]) // tile
+    found[:] |= every
     end, none = (np.max, -1) if last else (np.min, len(tiles))
     for start in range(0, seen.shape[1], rows):
         here = seen[:, start : start + rows]

@@ -11,11 +11,19 @@ import ml_dtypes
 import numpy as np
 
 from rawattn.check.diagnose.catalogue.inputs import PRODUCTS, word
-from rawattn.check.diagnose.catalogue.second_order import with_values
 from rawattn.check.diagnose.catalogue.partial_sums import Parts, Results, merged, splits
 from rawattn.check.diagnose.catalogue.partial_sums import steps as steps_of
-from rawattn.check.diagnose.engine.attention import FORWARD, NO_BUG, NONE, PROGRAMS, Bug, Rounding
-from rawattn.check.diagnose.engine.attention import exact, solve
+from rawattn.check.diagnose.catalogue.second_order import with_values
+from rawattn.check.diagnose.engine.attention import (
+    FORWARD,
+    NO_BUG,
+    NONE,
+    PROGRAMS,
+    Bug,
+    Rounding,
+    exact,
+    solve,
+)
 from rawattn.check.diagnose.engine.effort import over
 from rawattn.check.diagnose.engine.question import Answers, Question, by_rows
 from rawattn.check.diagnose.engine.steps import LOG2_E, STEPS, Context, Floats, Step, changed, times
@@ -24,8 +32,7 @@ from rawattn.check.diagnose.findings import Finding
 from rawattn.check.diagnose.judge.match import FAR, StageVerdict, good
 from rawattn.check.diagnose.judge.proofs import finding
 
-CHUNKS = (1, 4, 8, 16, 32, 64, 128)  # keys that are added up at once
-WHOLE = 2**40  # more keys than there are
+CHUNKS = (1, 4, 8, 16, 32, 64, 128, 2**40)  # keys that are added up at once
 LOWEST = -600.0  # of a running maximum: less than any score, and exp(-LOWEST) is a number
 FOLLOWS = 0.5  # correlation of an error with a predicted one that names its cause
 FEW = 16  # numbers that an error must change, for it to follow anything
@@ -40,12 +47,12 @@ KEPT = {  # what else may be kept in fewer bits, and the step that makes it
     "jvp": {"P": "P", **OF_TANGENTS},
     "second": OF_DERIVATIVES | OF_TANGENTS | {"W": "w", "dS": "dS", "dS'": "tdS", "dP'": "tdP"},
 }
-KEPT_ONLINE = ("P", "row_sum", "out")
+KEPT_ONLINE = {"P": "exp(S - row maximum so far)", "row_sum": "row_sum", "out": "out"}
 Rounded = Callable[[Floats], Floats]
 OF_PARTS: dict[str, Callable[[Rounded, Parts], Parts]] = {  # what is stored of each to be merged
     "out": lambda r, p: p.with_out(r(p.outs) * p.sums["row_sum"]),
     "the sum of P V": lambda r, p: p.with_out(r(p.sums["out"])),
-    "lse": lambda r, p: p._replace(tops=np.where(p.row_sums > 0, p.tops + r(p.lses) - p.lses, p.tops)),
+    "lse": lambda r, p: p.with_lses(r(p.lses)),
 }
 
 
@@ -171,8 +178,9 @@ def _of_loops(question: Question) -> Iterator[Bug]:
     """A forward pass with what goes from tile to tile, or is merged, in fewer bits."""
     for dtype in NARROW[:2]:
         r, name = to_dtype(dtype), np.dtype(dtype).name
-        for chunk, down, kept in itertools.product(CHUNKS[2:], (False, True), KEPT_ONLINE[1:]):
-            form = f"{kept} from tile to tile of {chunk} keys{', downwards,' * down} in {name}"
+        for chunk, down, kept in itertools.product(CHUNKS[2:], (False, True), KEPT_ONLINE):
+            at = f"by tiles of {chunk} keys,{' downwards,' * down}"
+            form = f"{KEPT_ONLINE[kept]}, {at} in {name}"
             yield Bug("", form, FORWARD, steps=_online(chunk, down, {kept: r}))
         for (at, cut), (words, of) in itertools.product(splits(question).items(), OF_PARTS.items()):
             stored = partial(_merged, partial(of, r))
@@ -189,16 +197,6 @@ def _narrow(r: Rounded, name: str, c: Context) -> Floats:
 
 
 def _kept_in(r: Rounded, stage: str) -> Iterator[tuple[str, dict[str, Step]]]:
-    def unnormalised(c: Context, tile: int) -> Floats:
-        """out with P beside the maximum of a row so far, that is after the key's ``tile``."""
-        keys = np.arange(c.S.shape[2])
-        last = np.minimum(keys - keys % tile + tile, len(keys)) - 1
-        with np.errstate(all="ignore"):
-            top = np.maximum.accumulate(np.where(c.W > 0, c.S, -np.inf), axis=2)
-            size = np.exp(top[:, :, last] - c.L[..., None])
-        size = np.where(size > 0, size, 1.0)
-        return np.asarray(STEPS["O"](changed(c, P=r(c.P / size) * size)))
-
     def over_narrow(c: Context) -> Floats:
         """out with another row sum."""
         top = c.S.max(axis=-1, initial=-np.inf)
@@ -216,10 +214,6 @@ def _kept_in(r: Rounded, stage: str) -> Iterator[tuple[str, dict[str, Step]]]:
         yield "lse", after("L")
         yield "P", {"O": lambda c: STEPS["O"](changed(c, P=r(c.P)))}
         yield "the row sum", {"O": over_narrow}
-        yield "exp(S - row maximum)", {"O": partial(unnormalised, tile=WHOLE)}
-        for tile in CHUNKS[2:]:
-            words = f"exp(S - row maximum so far), by tiles of {tile} keys,"
-            yield words, {"O": partial(unnormalised, tile=tile)}
     elif stage != "jvp":
         yield "lse", {"bP": lambda c: STEPS["bP"](changed(c, L=r(c.L)))}
         yield "lse in base 2", {"bP": lambda c: STEPS["bP"](changed(c, L=r(LOG2_E * c.L) / LOG2_E))}
