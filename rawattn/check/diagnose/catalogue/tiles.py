@@ -132,7 +132,7 @@ def _late(tile: int, rows: int, last: bool, every: bool, seen: np.ndarray) -> np
         here = seen[:, start : start + rows]
         first = end(np.where(here.any(axis=1), tiles, none), axis=1, initial=none)
         met = here & (tiles == first[:, None, None])
-        found[:, start : start + rows] &= ~met.any(axis=2) & here.any(axis=2).any(axis=1)[:, None]
+        found[:, start : start + rows] &= ~met.any(axis=2) & (first != none)[:, None]
     return found
 
 
