@@ -17,12 +17,12 @@ padded-keys: padded keys are in the softmax denominator
     the key padding mask, or that of a partial block: a score of 0 has weight e^0 = 1
 mask-missing-in-backward: the backward pass recomputes P without the mask that the forward pass used
     the arguments of the backward function: the causal flag, the window, the order of lse and out
+seqused-ignored: seqused_k is ignored, or another number than it is
+    the number of keys of a sequence: in the mask of the last tile, and at the diagonal's end
 causal-dropped: the causal mask is not applied
     the causal flag on its way to the kernel
 causal-off-by-one: the causal mask is off by one key
     the comparison of key and query index: j <= i, neither j < i nor j <= i + 1
-seqused-ignored: seqused_k is ignored
-    the number of keys of a sequence: in the mask of the last tile, and at the diagonal's end
 causal-alignment: the causal mask is aligned to the first key instead of the last one
     the offset seqlen_k - seqlen_q of the diagonal where the lengths differ
 window-off-by-one: the window is one key too wide or too narrow

@@ -39,7 +39,8 @@ def bugs(question: Question) -> Iterator[Bug]:
         yield from _other_sinks(question)
     if question.seqused_k is not None:
         yield Bug("seqused-ignored", "every key is seen", see=partial(_used, ALL))
-        yield Bug("seqused-ignored", "one key too many is in use", see=partial(_used, 1))
+        for more, words in ((1, "many"), (-1, "few")):
+            yield Bug("seqused-ignored", f"one key too {words} is in use", see=partial(_used, more))
         if question.mask_window != (-1, -1):
             text = "the diagonal ends at the last of all keys"
             yield Bug("seqused-ignored", text, see=each(_at_all_keys))
@@ -77,7 +78,7 @@ def _of_heads(times: float, heads: npt.NDArray[np.int64], c: Context) -> Floats:
 
 def _used(more: int, question: Question, views: tuple[View, ...]) -> Sequence[View]:
     """So many more keys are in use, as far as there are."""
-    used = np.asarray(question.seqused_k).astype(np.int64) + more
+    used = np.maximum(np.asarray(question.seqused_k).astype(np.int64) + more, 0)
     return views_of(replace(question, seqused_k=used))
 
 

@@ -47,6 +47,15 @@ class Parts(NamedTuple):
         total = np.where(self.row_sums == 0, 1.0, self.row_sums)
         return np.asarray(self.sums["out"] / total[..., None])
 
+    def with_out(self, sums: Floats) -> "Parts":
+        """With other sums of P V."""
+        return self._replace(sums=self.sums | {"out": sums})
+
+    def with_lses(self, lses: Floats) -> "Parts":
+        """With others where there are keys."""
+        moved = np.where(self.row_sums > 0, lses - self.lses, 0.0)
+        return self._replace(tops=self.tops + moved)
+
 
 class Results(NamedTuple):
     """What an attention kernel makes of its parts; the last two are tangents."""
@@ -84,9 +93,14 @@ def tiles(question: Question) -> dict[str, Cut]:
 
 
 def splits(question: Question) -> dict[str, Cut]:
-    """Parts that are merged; each once, where several are the same for all sequences."""
+    """Parts that are merged."""
     if question.sparse:
         return walks.splits(question)
+    return {text: partial(_cut, keys, 1) for text, keys in parts_of_keys(question).items()}
+
+
+def parts_of_keys(question: Question) -> dict[str, Keys]:
+    """Parts of so many keys; each once, where several are the same for all sequences."""
     cuts: dict[str, Keys] = {f"{count} equal parts": partial(_equal, count, 1) for count in COUNTS}
     cuts |= {f"parts of {tile} keys": partial(_tiles, tile) for tile in TILES}
     for tile, count in product(TILES, COUNTS):
@@ -96,7 +110,7 @@ def splits(question: Question) -> dict[str, Cut]:
         keys = tuple(tuple(part) for m in question.lengths_k for part in of(m) if len(part))
         if any(part[0] for part in keys):
             found.setdefault(keys, text)
-    return {text: partial(_cut, cuts[text], 1) for text in found.values()}
+    return {text: cuts[text] for text in found.values()}
 
 
 def parts_of(c: Context, cut: Cut) -> Parts:
@@ -223,6 +237,9 @@ WEIGHTS: dict[str, Weights] = {text: partial(_shares, taken) for text, taken in 
     ),
     "none: parts are added": lambda p: np.ones_like(p.tops),
     "the mean of all parts": lambda p: np.full_like(p.tops, 1 / len(p.tops)),
+    "the mean of the parts that have keys": lambda p: (
+        np.isfinite(p.tops) / np.maximum(np.isfinite(p.tops).sum(axis=0), 1)
+    ),
 }
 LSES: dict[str, Callable[[Parts], Floats]] = {
     **{text: partial(_whole, taken) for text, taken in TAKEN.items()},

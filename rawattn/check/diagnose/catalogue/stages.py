@@ -9,17 +9,45 @@ from itertools import product
 import numpy as np
 
 from rawattn.check.diagnose.catalogue import inputs, maps
-from rawattn.check.diagnose.catalogue.masks import Window, bounds
+from rawattn.check.diagnose.catalogue.masks import Window, bounds, distances
 from rawattn.check.diagnose.catalogue.reading import taken
 from rawattn.check.diagnose.catalogue.second_order import of_one_pass
-from rawattn.check.diagnose.engine.attention import FIRST, TILES, Bug, View, each
+from rawattn.check.diagnose.engine.attention import BACKWARD, FIRST, TILES, Bug, View, each
 from rawattn.check.diagnose.engine.question import Question
 from rawattn.check.diagnose.engine.steps import STEPS, Context, Floats, changed
 from rawattn.reference.dense import allowed
 
 Ints = np.ndarray
 TAILS = {"count as its own": False, "are stored as its own, the last sequence first": True}
+# of the tiles of all steps, of one loop after the other, of a size, among so many rows: the rows
+# that every step takes, (steps, rows of a tile)
+Loops = Callable[[list[Ints], int, int], list[Ints]]
 Which = Callable[[Ints], Ints]  # of the tiles of all steps, those that are taken
+Ring = tuple[int, int, int | None]
+ALL = 1 << 30  # one tile for all of the other side; a row that is not there
+
+
+def _each(of: Which, loops: list[Ints], tile: int, _: int) -> list[Ints]:
+    return [of(tiles)[:, None] * tile + np.arange(tile) for tiles in loops]
+
+
+def _ring(ring: Ring, cleared: bool, loops: list[Ints], tile: int, n: int) -> list[Ints]:
+    """Tile x is loaded into stage x % stages, as far as it has rows, and read ``ahead`` of it; the
+    ``lacking`` step of a loop of several loads nothing. cleared: in front of every loop."""
+    (stages, ahead, lacking), found = ring, list[Ints]()
+    held = np.full((stages, tile), ALL)
+    for tiles in loops:
+        held[:] = ALL if cleared else held
+        taken = np.empty((len(tiles), tile), dtype=int)
+        for step, x in enumerate(tiles):
+            rows = np.arange(x * tile, min((x + 1) * tile, n))
+            if lacking is None or step != lacking % len(tiles) or len(tiles) == 1:
+                held[x % stages, : len(rows)] = rows
+            taken[step] = held[(x + ahead) % stages]
+        found.append(taken)
+    return found
+
+
 LOOPS: dict[str, Which] = {
     "of the step before": lambda tiles: np.append(tiles[:1], tiles[:-1]),
     "of the next step": lambda tiles: np.append(tiles[1:], tiles[-1:]),
@@ -30,6 +58,18 @@ LOOPS: dict[str, Which] = {
         tiles - tiles.min(initial=tiles.max(initial=0))
     ),
 }
+RINGS: dict[
+    str, Ring
+] = {  # stages, how far ahead they are read, and which step of a loop is not loaded
+    "of a ring of 2 stages into which the first tile of a loop is not loaded": (2, 0, 0),
+    "of a ring of 2 stages into which the last tile of a loop is not loaded": (2, 0, -1),
+    "of a ring of 2 stages read 1 ahead": (2, 1, None),
+    "of a ring of 3 stages read 1 ahead": (3, 1, None),
+    "of a ring of 3 stages read 2 ahead": (3, 2, None),
+}
+EVERY: dict[str, Loops] = {text: partial(_each, of) for text, of in LOOPS.items()}
+EVERY |= {f"{text}, cleared by each loop,": partial(_ring, of, True) for text, of in RINGS.items()}
+GO_ON: dict[str, Loops] = {f"{text},": partial(_ring, of, False) for text, of in RINGS.items()}
 READS = {  # steps, each with an operand, that take the rows of one stage
     "forward": ("Y K", "O V", "Y K, O V"),
     "dq": ("dQ K", "Y K, dQ K", "Y K", "dP V", "Y K, dQ K, dP V"),
@@ -48,7 +88,6 @@ PRODUCTS = inputs.PRODUCTS | {
     "dS": ("dP - D", ("D",), {"dq", "dk"}),
 }
 OF_PAIRS = ("Y", "dP", "bP", "dS", "tY", "tdP", "tdS")  # steps that give numbers of pairs
-ALL = 1 << 30  # one tile for all of the other side
 
 
 def candidates(question: Question, stage: str, wrong: Collection[str], b: int) -> Iterator[Bug]:
@@ -58,6 +97,7 @@ def candidates(question: Question, stage: str, wrong: Collection[str], b: int) -
     if stage in FIRST:
         yield from _of_sequences(question)
         yield from _of_tails(question)
+        yield from (bug for bug in _of_old_rows(question) if stage in bug.stages)
     loops = _of_loops(question, stage, {*wrong}, b)
     if stage != "second" or not inputs.OF_FIRST_PASS & {*wrong}:
         yield from map(of_one_pass, loops) if stage == "second" else loops
@@ -95,6 +135,23 @@ def _of_tails(question: Question) -> Iterator[Bug]:
             yield replace(bug, variant=f"zeros for q {text}", steps={"Y": _of_zeros})
 
 
+def _of_old_rows(question: Question) -> Iterator[Bug]:
+    """Rows behind the last one, up to the end of its tile, which hold what a stage had before."""
+    for tile, behind, of in product(TILES, (1, 2, 3), "qk"):
+        form = f"rows of {of} behind the last one of its tile of {tile} count, as in"
+        see, stages = each(_with_old_rows, tile, behind, of), BACKWARD if of == "q" else FIRST
+        yield Bug("stale-tile", f"{form} the tile {behind} before it", stages, see)
+
+
+def _with_old_rows(tile: int, behind: int, of: str, question: Question, view: View) -> View:
+    distance = distances(question, view)
+    axis, by = (0, -behind * tile) if of == "q" else (1, behind * tile)
+    at, count = np.ogrid[: distance.shape[0], : distance.shape[1]][axis], distance.shape[axis]
+    old = (at + behind * tile >= count) & (at // tile == (count - 1) // tile - behind)
+    seen = Window(*bounds(question)).holds(distance + by, distance + by)
+    return replace(view, weight=view.weight + (old & seen))
+
+
 def _of_zeros(c: Context) -> Floats:
     """Scores where there are zeros behind the sequence's own rows."""
     own = c.view.rows < c.question.cu_seqlens_q[c.view.sequence + 1]
@@ -124,8 +181,9 @@ def _of_loops(question: Question, stage: str, wrong: set[str], b: int) -> Iterat
     moved = [set.union(*(PRODUCTS[step][2] for step, _ in reads)) & results for reads in sets]
     sets = [x for x, names in zip(sets, moved, strict=True) if names & wrong == wrong & results]
     sizes = [tile for tile in TILES[::-1] if tile < max(map(max, lengths))]  # large ones first
-    for tile, down, (words, which) in product(sizes, (False, True), LOOPS.items()):
-        for u in (ALL, tile, 2 * tile, tile // 2, 4 * tile) if masked else (ALL,):
+    for tile, down, (words, which) in product(sizes, (False, True), (EVERY | GO_ON).items()):
+        others = (tile, 2 * tile, tile // 2, 4 * tile) if masked or words in GO_ON else ()
+        for u in others[:3] if words in GO_ON else (ALL, *others):
             loop = partial(_loop, over, tile, u, down, which)
             rows_of = tuple((rows.tobytes(), at.tobytes()) for rows, at in loop(seen))
             text = f"{words} of a loop over {tile} {over} each" + ", downwards" * down
@@ -138,25 +196,25 @@ def _of_loops(question: Question, stage: str, wrong: set[str], b: int) -> Iterat
 
 
 def _loop(
-    over: str, tile: int, outer: int, down: bool, which: Which, seen: Ints
+    over: str, tile: int, outer: int, down: bool, which: Loops, seen: Ints
 ) -> list[tuple[Ints, Ints]]:
     """For every tile of ``outer`` on the other side which rows the loop ``over`` keys or queries
     takes, and which ones of the other side are in it; of those that take the same once."""
     seen = seen if over == "keys" else seen.T
     row, found = np.arange(seen.shape[1]), list[tuple[Ints, Ints]]()
-    for start in range(0, len(seen), outer):
-        here = np.arange(start, min(start + outer, len(seen)))
-        there = np.unique(row[seen[here].any(axis=0)] // tile)[:: -1 if down else 1]
-        tiles = np.full(len(row) // tile + 1, -1)
-        tiles[there] = which(there)
+    outers = np.split(np.arange(len(seen)), range(outer, len(seen), outer))
+    loops = [np.unique(row[seen[of].any(axis=0)] // tile)[:: -1 if down else 1] for of in outers]
+    for here, tiles, of_steps in zip(outers, loops, which(loops, tile, len(row)), strict=True):
+        by_tile = np.full((len(row) // tile + 1, tile), -1)
+        by_tile[tiles] = of_steps
+        rows = by_tile.ravel()[: len(row)]
         for n, (other, of) in enumerate(found):
-            if ((tiles == other) | (tiles < 0) | (other < 0)).all():
-                found[n] = np.maximum(tiles, other), np.concatenate([of, here])
+            if ((rows == other) | (rows < 0) | (other < 0)).all():
+                found[n] = np.maximum(rows, other), np.concatenate([of, here])
                 break
         else:
-            found.append((tiles, here))
-    at = row // tile
-    return [(np.where(x[at] < 0, row, x[at] * tile + row % tile), of) for x, of in found]
+            found.append((rows, here))
+    return [(np.where(rows < 0, row, rows), of) for rows, of in found]
 
 
 def _staged(
@@ -167,6 +225,8 @@ def _staged(
     found, axis = None, -1 if operand in ("L", "D", "w") else -2
     for rows, here in loop((c.W > 0).any(axis=0)):
         tile = taken(getattr(c, operand), rows, axis, np.inf if operand == "L" else 0.0)
+        if operand == "L":
+            tile[..., rows == ALL] = 0.0
         x = STEPS[step](changed(c, **{operand: tile}))
         found = x.copy() if found is None else found
         at = (slice(None), slice(None), here) if of_pairs else (slice(None), here)

@@ -4,14 +4,16 @@ import math
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from functools import partial
+from itertools import product
 
 import numpy as np
 
 from rawattn.check.diagnose.catalogue.maps import WHOLE, of_rows
-from rawattn.check.diagnose.catalogue.masks import bounds
+from rawattn.check.diagnose.catalogue.masks import bounds, distances
+from rawattn.check.diagnose.catalogue.partial_sums import Keys, parts_of_keys
 from rawattn.check.diagnose.catalogue.reading import stored
 from rawattn.check.diagnose.catalogue.second_order import with_values
-from rawattn.check.diagnose.engine.attention import FIRST, TILES, Bug, View, each, views_of
+from rawattn.check.diagnose.engine.attention import FIRST, FORWARD, TILES, Bug, View, each, views_of
 from rawattn.check.diagnose.engine.question import BY_ROW, OF_KEYS, OF_SLOTS, Answers, Question
 from rawattn.check.diagnose.engine.steps import STEPS, Context, Floats
 
@@ -29,6 +31,15 @@ OF_KEYS_ALONE: dict[str, Part] = {
 }
 
 
+Weights = Callable[[Question, View, np.ndarray], Floats]
+EDGES = {  # of parts of the keys: class, how often a key counts, and whether it is the one behind
+    "the first key behind each part counts twice": ("tile-counted-twice", 2.0, True),
+    "the last key of each part counts in the next one too": ("tile-counted-twice", 2.0, False),
+    "the first key of each part but the first is left out": ("wrong-keys", 0.0, True),
+    "the last key of each part but the last is left out": ("wrong-keys", 0.0, False),
+}
+
+
 def tiles(question: Question, tile: int) -> Iterator[Bug]:
     at = f"tile of {tile}"
     for text, part in TAILS.items():
@@ -39,11 +50,39 @@ def tiles(question: Question, tile: int) -> Iterator[Bug]:
         yield Bug("tile-skipped", f"{text}, {at}", FIRST, each(_often, part, tile, 0.0))
         if tile < max(question.lengths_k):  # else everything is doubled
             yield Bug("tile-counted-twice", f"{text}, {at}", FIRST, each(_often, part, tile, 2.0))
-    for words, last, side in zip(("first", "last"), (False, True), bounds(question), strict=True):
-        for rows in TILES if side < math.inf else ():
-            form = f"from the {words} visible on, {rows} by {tile}"
-            late = partial(_row_mask, partial(_late, tile, rows, last))
-            yield Bug("masked-tile-nan", form, FIRST, store=partial(_spoilt, late))
+
+
+def of_splits(question: Question) -> Iterator[Bug]:
+    """A forward pass in parts of the keys, which overlap, leave out keys, or have masks that count
+    from the start of each."""
+    for at, keys in parts_of_keys(question).items():
+        for words, (name, often, behind) in EDGES.items():
+            see = each(_in_parts, keys, partial(_at_edges, often, behind))
+            yield Bug(name, f"{words}: {at}", FORWARD, see)
+        if question.mask_window != (-1, -1):
+            form = f"the mask counts keys from the start of each part: {at}"
+            yield Bug("wrong-keys", form, FORWARD, each(_in_parts, keys, _from_start))
+
+
+def _in_parts(keys: Keys, weights: Weights, question: Question, view: View) -> View:
+    """A view with ``weights`` of pairs, by where the part of each key starts."""
+    parts = [part for part in keys(len(view.keys)) if len(part)]
+    starts = np.concatenate([np.full(len(part), part[0]) for part in parts])
+    return replace(view, weight=weights(question, view, starts)[None].astype(np.float64))
+
+
+def _at_edges(
+    often: float, behind: bool, question: Question, view: View, starts: np.ndarray
+) -> Floats:
+    """The key ``behind`` each edge between parts, or that before it, counts so often."""
+    first = np.append(False, np.diff(starts) > 0)
+    return np.asarray(view.weight[0] * np.where(first if behind else np.roll(first, -1), often, 1))
+
+
+def _from_start(question: Question, view: View, starts: np.ndarray) -> np.ndarray:
+    left, right = bounds(question)
+    distance = distances(question, view) - starts
+    return np.asarray((distance >= -left) & (distance <= right))
 
 
 def _often(part: Part, tile: int, factor: float, question: Question, view: View) -> View:
@@ -69,16 +108,31 @@ def _row_mask(of: Callable[[np.ndarray], np.ndarray], question: Question) -> np.
     return found
 
 
-def _late(tile: int, rows: int, last: bool, seen: np.ndarray) -> np.ndarray:
-    """Rows that see keys, but none in the tile where the running maximum starts: the first one, or
-    the ``last``, of which a tile of queries sees any."""
+def of_late(question: Question, rows: np.ndarray) -> Iterator[Bug]:
+    """NaN in these ``rows`` (total_q, num_heads_q), where they are those without a key in the tile
+    where the running maximum starts."""
+    sides = zip(("first", "last"), (False, True), bounds(question), strict=True)
+    ends = [(words, last) for words, last, side in sides if side < math.inf]
+    packed = (t // question.group for t in (48, *TILES) if t % question.group == 0)
+    for (words, last), tile, of in product(ends, TILES, sorted({48, *TILES, *packed})):
+        for more, every in {", and rows without keys": True, "": False}.items():
+            late = partial(_row_mask, partial(_late, tile, of, last, every))
+            if np.array_equal(late(question), rows):
+                form = f"from the {words} visible on, {of} by {tile}{more}"
+                yield Bug("masked-tile-nan", form, FIRST, store=partial(_spoilt, late))
+
+
+def _late(tile: int, rows: int, last: bool, every: bool, seen: np.ndarray) -> np.ndarray:
+    """Rows that see keys, or ``every`` one, but none in the tile where the running maximum starts:
+    the first one, or the ``last``, of which a tile of queries sees any."""
     found, tiles = np.asarray(seen.any(axis=2)), np.arange(seen.shape[2]) // tile
+    found[:] |= every
     end, none = (np.max, -1) if last else (np.min, len(tiles))
     for start in range(0, seen.shape[1], rows):
         here = seen[:, start : start + rows]
         first = end(np.where(here.any(axis=1), tiles, none), axis=1, initial=none)
         met = here & (tiles == first[:, None, None])
-        found[:, start : start + rows] &= ~met.any(axis=2)
+        found[:, start : start + rows] &= ~met.any(axis=2) & (first != none)[:, None]
     return found
 
 

@@ -123,7 +123,8 @@ def rows_off(
     size = np.abs(np.where(np.isfinite(right), right, 0.0)).max(axis=2)
     typical = size[rows].mean() if rows.any() else 0.0
     with np.errstate(invalid="ignore"):
-        off = np.where(found == right, 0.0, np.abs(found - right)).max(axis=2)
+        same = (found == right) | (np.isnan(found) & np.isnan(right))
+        off = np.where(same, 0.0, np.abs(found - right)).max(axis=2)
     allowed = share * np.maximum(np.maximum(size, typical), least)
     return np.asarray(rows & (np.nan_to_num(off, nan=np.inf) > allowed))
 

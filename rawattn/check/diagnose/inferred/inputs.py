@@ -8,7 +8,7 @@ from itertools import chain
 
 import numpy as np
 
-from rawattn.check.diagnose.catalogue import inputs, stages, tile_sums
+from rawattn.check.diagnose.catalogue import inputs, stages, tile_sums, tiles
 from rawattn.check.diagnose.catalogue.sparse import selection
 from rawattn.check.diagnose.engine.attention import Bug, Floats, Given, solve
 from rawattn.check.diagnose.engine.effort import spent
@@ -39,6 +39,7 @@ def bugs(question: Question, answers: Answers, stage: str) -> Iterator[Bug]:
         listed = chain(
             selection.candidates(question, stage, wrong) if question.sparse else (),
             tile_sums.candidates(question, stage, wrong),
+            tiles.of_splits(question) if stage == "forward" and not question.sparse else (),
             dropped.bugs(sample),
             inputs.candidates(question, stage, wrong, right, first),
             stages.candidates(question, stage, wrong, first),

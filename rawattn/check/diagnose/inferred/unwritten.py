@@ -6,7 +6,7 @@ from functools import partial
 
 import numpy as np
 
-from rawattn.check.diagnose.catalogue.tiles import dead
+from rawattn.check.diagnose.catalogue.tiles import dead, of_late
 from rawattn.check.diagnose.engine.attention import Bug, sequences, solve
 from rawattn.check.diagnose.engine.question import OF_KEYS, STAGES, Answers, Question, by_rows
 from rawattn.check.diagnose.evidence.precision import finite
@@ -42,6 +42,9 @@ def bugs(question: Question, answers: Answers, stage: str) -> Iterator[Bug]:
         of_zeros = "rows-not-written" if {*found} <= {*OF_KEYS} else "dead-rows"  # 0, or -inf
         name = "dead-rows" if source else "unknown" if any(x.any() for x in due) else of_zeros
         yield Bug(name, text, (stage,), store=store)
+    of = next((of for name, of in rows.items() if name not in OF_KEYS), np.zeros(0))
+    if of.any() and not question.sparse:
+        yield from of_late(question, of)
 
 
 def _none(sample: Sample, name: str) -> Rows:

@@ -24,6 +24,7 @@ from rawattn.check.diagnose.engine.question import STAGES, Answers, Question, by
 from rawattn.check.diagnose.evidence import precision as noise
 from rawattn.check.diagnose.evidence.precision import Fit, Precision, fit, ladder, relative_residual
 from rawattn.check.diagnose.evidence.structure import where
+from rawattn.check.diagnose.evidence.support import NO_RULE
 from rawattn.check.diagnose.inferred import inputs, online, terms, unwritten
 from rawattn.check.diagnose.inferred.sample import Sample, in_rows, is_wrong
 
@@ -468,6 +469,8 @@ def _explain(
         elif explained and not ruled_out and work.leaves(guess, {*wrong} - {*explained}):
             parts.append(Explained(guess, explained, fits))
     whole, parts = work.telling_ones(whole), work.telling_ones(parts)
+    if any(e.tensors == wrong for e in parts):
+        whole = [e for e in whole if NO_RULE not in e.prediction.bug.variant]
     if _generic(work, whole):  # bugs of one kernel say more exactly than rules
         whole = [*(e._replace(tensors=wrong) for e in whole), *parts]
     read = {id(bug) for bug in work.read}  # listed ones say the same in fewer words

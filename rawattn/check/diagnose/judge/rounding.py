@@ -3,7 +3,7 @@ slope to the right values is 1: such a computation is right, but coarser than it
 
 import itertools
 import math
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import partial, reduce
 
@@ -11,18 +11,28 @@ import ml_dtypes
 import numpy as np
 
 from rawattn.check.diagnose.catalogue.inputs import PRODUCTS, word
+from rawattn.check.diagnose.catalogue.partial_sums import Parts, Results, merged, splits
+from rawattn.check.diagnose.catalogue.partial_sums import steps as steps_of
 from rawattn.check.diagnose.catalogue.second_order import with_values
-from rawattn.check.diagnose.engine.attention import NO_BUG, NONE, PROGRAMS, Bug, Rounding, solve
+from rawattn.check.diagnose.engine.attention import (
+    FORWARD,
+    NO_BUG,
+    NONE,
+    PROGRAMS,
+    Bug,
+    Rounding,
+    exact,
+    solve,
+)
 from rawattn.check.diagnose.engine.effort import over
-from rawattn.check.diagnose.engine.question import Answers, by_rows
+from rawattn.check.diagnose.engine.question import Answers, Question, by_rows
 from rawattn.check.diagnose.engine.steps import LOG2_E, STEPS, Context, Floats, Step, changed, times
-from rawattn.check.diagnose.evidence.precision import to_dtype, to_tf32
+from rawattn.check.diagnose.evidence.precision import residual, to_dtype, to_tf32
 from rawattn.check.diagnose.findings import Finding
 from rawattn.check.diagnose.judge.match import FAR, StageVerdict, good
 from rawattn.check.diagnose.judge.proofs import finding
 
-CHUNKS = (1, 4, 8, 16, 32, 64, 128)  # keys that are added up at once
-WHOLE = 2**40  # more keys than there are
+CHUNKS = (1, 4, 8, 16, 32, 64, 128, 2**40)  # keys that are added up at once
 LOWEST = -600.0  # of a running maximum: less than any score, and exp(-LOWEST) is a number
 FOLLOWS = 0.5  # correlation of an error with a predicted one that names its cause
 FEW = 16  # numbers that an error must change, for it to follow anything
@@ -37,7 +47,13 @@ KEPT = {  # what else may be kept in fewer bits, and the step that makes it
     "jvp": {"P": "P", **OF_TANGENTS},
     "second": OF_DERIVATIVES | OF_TANGENTS | {"W": "w", "dS": "dS", "dS'": "tdS", "dP'": "tdP"},
 }
+KEPT_ONLINE = {"P": "exp(S - row maximum so far)", "row_sum": "row_sum", "out": "out"}
 Rounded = Callable[[Floats], Floats]
+OF_PARTS: dict[str, Callable[[Rounded, Parts], Parts]] = {  # what is stored of each to be merged
+    "out": lambda r, p: p.with_out(r(p.outs) * p.sums["row_sum"]),
+    "the sum of P V": lambda r, p: p.with_out(r(p.sums["out"])),
+    "lse": lambda r, p: p.with_lses(r(p.lses)),
+}
 
 
 def of_right(verdict: StageVerdict, side: str, *, zeros: bool) -> list[Finding]:
@@ -75,10 +91,11 @@ def of_wrong(verdict: StageVerdict, side: str) -> list[Finding]:
     far = all(verdict.null[name].relative > FAR for name in verdict.unexplained)
     if far or (over(verdict.work.until) and not verdict.work.shown):
         return []
-    if found := in_16_bits(verdict, side, verdict.unexplained):
-        return found
     where = f"{verdict.stage}: {', '.join(verdict.unexplained)}"
-    form, told, _ = narrowed(verdict, verdict.unexplained)
+    form, told, left = narrowed(verdict, verdict.unexplained)
+    found = [] if left < EXACT else in_16_bits(verdict, side, verdict.unexplained)
+    if found:
+        return found
     given = (side, "narrow-intermediate", where, "high", (told,))
     return [finding(*given, form=form)] if form else []
 
@@ -101,7 +118,8 @@ def _followed(
     null = _stored(verdict, names, how)
     for bug in bugs:
         planted = _stored(verdict, names, how, bug)
-        yield bug.variant, {n: _follows(found[n] - x, planted[n] - x) for n, x in null.items()}
+        off = {n: [residual(y[n], x, np.s_[:]) for y in (found, planted)] for n, x in null.items()}
+        yield bug.variant, {n: _follows(*of) for n, of in off.items()}
 
 
 def _follows(error: Floats, predicted: Floats) -> tuple[float, float]:
@@ -119,8 +137,9 @@ def narrowed(verdict: StageVerdict, tensors: Sequence[str]) -> tuple[str, str, f
     best = (0, 0, NARROWS, "", "")  # how many tensors, how many not, what is left of their errors
     coarse = {*tensors} - {*good(verdict.work.right_at(verdict.work.finest))}
     ways = [verdict.work.finest.rounding] * (question.dtype.itemsize == 2) + [NONE]
+    loops = _of_loops(question) if stage == "forward" else ()
     for how in ways:
-        for form, of in _followed(verdict, tensors, how, _roundings(stage)):
+        for form, of in _followed(verdict, tensors, how, itertools.chain(_roundings(stage), loops)):
             left = {n: 1 + by**2 - 2 * like * by for n, (like, by) in of.items() if by > 1 / 4}
             # what one tensor shows to the last digit, others need not, but of many alike
             of_product = ALONE in form
@@ -155,21 +174,29 @@ def _roundings(stage: str) -> Iterator[Bug]:
                 yield Bug("", f"{words}{ALONE} in {name}", (stage,), steps=steps)
 
 
+def _of_loops(question: Question) -> Iterator[Bug]:
+    """A forward pass with what goes from tile to tile, or is merged, in fewer bits."""
+    for dtype in NARROW[:2]:
+        r, name = to_dtype(dtype), np.dtype(dtype).name
+        for chunk, down, kept in itertools.product(CHUNKS[2:], (False, True), KEPT_ONLINE):
+            at = f"by tiles of {chunk} keys,{' downwards,' * down}"
+            form = f"{KEPT_ONLINE[kept]}, {at} in {name}"
+            yield Bug("", form, FORWARD, steps=_online(chunk, down, {kept: r}))
+        for (at, cut), (words, of) in itertools.product(splits(question).items(), OF_PARTS.items()):
+            stored = partial(_merged, partial(of, r))
+            form = f"{words} of each of {at} in {name}"
+            yield Bug("", form, FORWARD, steps=steps_of("forward", cut, stored))
+
+
+def _merged(of: Callable[[Parts], Parts], parts: Parts) -> Results:
+    return merged(of(parts))
+
+
 def _narrow(r: Rounded, name: str, c: Context) -> Floats:
     return r(getattr(c, name))
 
 
 def _kept_in(r: Rounded, stage: str) -> Iterator[tuple[str, dict[str, Step]]]:
-    def unnormalised(c: Context, tile: int) -> Floats:
-        """out with P beside the maximum of a row so far, that is after the key's ``tile``."""
-        keys = np.arange(c.S.shape[2])
-        last = np.minimum(keys - keys % tile + tile, len(keys)) - 1
-        with np.errstate(all="ignore"):
-            top = np.maximum.accumulate(np.where(c.W > 0, c.S, -np.inf), axis=2)
-            size = np.exp(top[:, :, last] - c.L[..., None])
-        size = np.where(size > 0, size, 1.0)
-        return np.asarray(STEPS["O"](changed(c, P=r(c.P / size) * size)))
-
     def over_narrow(c: Context) -> Floats:
         """out with another row sum."""
         top = c.S.max(axis=-1, initial=-np.inf)
@@ -187,10 +214,6 @@ def _kept_in(r: Rounded, stage: str) -> Iterator[tuple[str, dict[str, Step]]]:
         yield "lse", after("L")
         yield "P", {"O": lambda c: STEPS["O"](changed(c, P=r(c.P)))}
         yield "the row sum", {"O": over_narrow}
-        yield "exp(S - row maximum)", {"O": partial(unnormalised, tile=WHOLE)}
-        for tile in CHUNKS[2:]:
-            words = f"exp(S - row maximum so far), by tiles of {tile} keys,"
-            yield words, {"O": partial(unnormalised, tile=tile)}
     elif stage != "jvp":
         yield "lse", {"bP": lambda c: STEPS["bP"](changed(c, L=r(c.L)))}
         yield "lse in base 2", {"bP": lambda c: STEPS["bP"](changed(c, L=r(LOG2_E * c.L) / LOG2_E))}
@@ -221,7 +244,7 @@ def in_16_bits(verdict: StageVerdict, side: str, tensors: Sequence[str]) -> list
 def _running(dtype: type, chunk: int, alone: bool) -> dict[str, Step]:
     """Products whose sums run in ``dtype``, by ``chunk`` terms; ``alone``: not P and row sums."""
     rounded = to_dtype(dtype)
-    weighed = (lambda x: x) if alone else rounded
+    softmax = _online(chunk, False, dict.fromkeys(("out",) if alone else KEPT_ONLINE, rounded))
 
     def product(a: Floats, b: Floats) -> Floats:
         total: Floats = np.zeros((*np.broadcast_shapes(a.shape[:-2], b.shape[:-2]), 1, 1))
@@ -230,26 +253,31 @@ def _running(dtype: type, chunk: int, alone: bool) -> dict[str, Step]:
             total = rounded(total + rounded(a[..., here] @ b[..., here, :]))
         return np.broadcast_to(total, (*total.shape[:-2], a.shape[-2], b.shape[-1]))
 
-    def online(c: Context) -> tuple[Floats, Floats, Floats]:
-        """The softmax as kernels have it, out and row_sum in ``dtype``: lse, S, out."""
-        top, total = np.full(c.S.shape[:2], LOWEST), np.zeros(c.S.shape[:2])
-        out = np.zeros((*c.S.shape[:2], c.V.shape[1]))
-        for start in range(0, c.S.shape[2], chunk):
-            here = slice(start, start + chunk)
-            new = np.maximum(top, c.S[..., here].max(axis=-1))
-            factor, weights = np.exp(top - new), np.exp(c.S[..., here] - new[..., None])
-            total = weighed(total * factor + weights.sum(axis=-1))
-            out = rounded(out * factor[..., None] + times(weighed(weights), c.V[here]))
-            top = new
-        if c.sink is not None:
-            total = total + np.exp(c.sink - top)
-        with np.errstate(divide="ignore"):
-            return np.log(total) + top, c.S, out / np.where(total == 0, 1.0, total)[..., None]
-
-    return {
-        "softmax": lambda c: online(c)[:2],
-        "O": lambda c: online(c)[2],
+    return softmax | {
         "dQ": lambda c: c.s * product(c.o(c.dY), c.K),
         "dK": lambda c: c.s * product(c.o(c.dY).swapaxes(1, 2), c.Q),
         "dV": lambda c: product(c.o(c.P).swapaxes(1, 2), c.dO),
     }
+
+
+def _online(chunk: int, down: bool, kept: Mapping[str, Rounded]) -> dict[str, Step]:
+    """The softmax as kernels have it, over tiles of ``chunk`` keys, with some of it ``kept`` in
+    fewer bits."""
+    of = {name: kept.get(name, exact) for name in KEPT_ONLINE}
+
+    def results(c: Context) -> tuple[Floats, Floats]:
+        top, total = np.full(c.S.shape[:2], LOWEST), np.zeros(c.S.shape[:2])
+        out = np.zeros((*c.S.shape[:2], c.V.shape[1]))
+        for start in [*range(0, c.S.shape[2], chunk)][:: -1 if down else 1]:
+            here = slice(start, start + chunk)
+            new = np.maximum(top, c.S[..., here].max(axis=-1))
+            factor, weights = np.exp(top - new), np.exp(c.S[..., here] - new[..., None])
+            total = of["row_sum"](total * factor + weights.sum(axis=-1))
+            out = of["out"](out * factor[..., None] + times(of["P"](weights), c.V[here]))
+            top = new
+        if c.sink is not None:
+            total = total + np.exp(c.sink - top)
+        with np.errstate(divide="ignore"):
+            return np.log(total) + top, out / np.where(total == 0, 1.0, total)[..., None]
+
+    return {"L": lambda c: results(c)[0], "O": lambda c: results(c)[1]}

@@ -119,7 +119,8 @@ def _with(finding: Finding, said: Said) -> Finding:
     if finding.title == CLASSES["unknown"].title and said.unread and not said.wrong:
         rest = f"; right: {', '.join(said.right)}" * bool(said.right)
         return replace(finding, title=f"{PASSES[said.stage]}: {said.unread[0]}{rest}")
-    if finding.bug not in PLAIN or not said.wrong or (said.loose and finding.form):
+    listed = finding.form and not of_rules and (said.loose or not said.support.plain)
+    if finding.bug not in PLAIN or not said.wrong or listed:
         return finding
     if finding.bug == "unknown" and said.bug and finding.confidence in ("high", "medium"):
         finding = replace(finding, look_at=LOOK_AT[said.stage])
