@@ -57,12 +57,13 @@ def _other_sinks(question: Question) -> Iterator[Bug]:
     yield Bug("sinks-misplaced", text, FORWARD, steps=with_sink(raised))
     factors = {"softmax_scale ": question.scale, "log2(e) ": LOG2_E, "ln 2 ": 1 / LOG2_E, "0 ": 0.0}
     found = {f"exp({words}sink)": (x, h) for words, x in factors.items()}
-    for words, heads in maps.other_heads(h, len(h), question.group).items():
+    for words, heads in maps.heads_alike(h, len(h), question.group).items():
         found[f"that of {words}"] = 1.0, heads
     for words, (times, heads) in found.items():
         if (times * sinks[heads] != sinks).any():
-            steps = with_sink(partial(_of_heads, times, heads))
-            yield Bug("sinks-misplaced", words, FORWARD, steps=steps)
+            sink = partial(_of_heads, times, heads)
+            steps = with_sink(sink) | {"P0": with_values("P0", sink=sink)}
+            yield Bug("sinks-misplaced", words, ("forward", "jvp"), steps=steps)
 
 
 def with_sink(sink: Step) -> dict[str, Step]:

@@ -206,6 +206,12 @@ def _shares(taken: Taken, parts: Parts) -> Floats:
     return _exp(lses - unit * _finite(_whole(taken, parts)))
 
 
+def _one(tops: Floats, part: int) -> Floats:
+    weights = np.zeros_like(tops)
+    weights[part] = 1.0
+    return weights
+
+
 RIGHT = "right"
 # what is taken for the lse of parts, in units of so many natural ones
 TAKEN: dict[str, Taken] = {
@@ -223,10 +229,14 @@ WEIGHTS: dict[str, Weights] = {text: partial(_shares, taken) for text, taken in 
     ),
     "none: parts are added": lambda p: np.ones_like(p.tops),
     "the mean of all parts": lambda p: np.full_like(p.tops, 1 / len(p.tops)),
+    "the first part alone": lambda p: _one(p.tops, 0),
+    "the last part alone": lambda p: _one(p.tops, -1),
 }
 LSES: dict[str, Callable[[Parts], Floats]] = {
     **{text: partial(_whole, taken) for text, taken in TAKEN.items()},
     "the largest of the parts": lambda p: p.lses.max(axis=0),
+    "of the first part alone": lambda p: p.lses[0],
+    "of the last part alone": lambda p: p.lses[-1],
 }
 
 

@@ -2,13 +2,15 @@
 queries of a block in the order of its list; what is lost of either, and what overwrites what."""
 
 from collections.abc import Callable, Collection, Iterator
+from dataclasses import replace
 from functools import partial
 from itertools import product
+from types import SimpleNamespace
 
 import numpy as np
 
 from rawattn.check.diagnose.catalogue import stages
-from rawattn.check.diagnose.engine.attention import BACKWARD, FORWARD, RESULTS, Bug
+from rawattn.check.diagnose.engine.attention import BACKWARD, FORWARD, RESULTS, Bug, View, each
 from rawattn.check.diagnose.engine.question import Question
 from rawattn.check.diagnose.engine.steps import STEPS, Context, Floats, Step, changed
 
@@ -21,13 +23,18 @@ ORDERS: dict[str, Order] = {
     "blocks descending": lambda slot, block, last: block.max() - block,
 }
 LOTS = (1, 2, 4, 8, 16, 32, 64, 128)  # queries of one step of a loop
+LOTS_ALONE = "in whole lots of {} alone"
 # which of so many places count, in lots of t
 Share = Callable[[Ints, Ints, int], Ints]
 SHARES: dict[str, Share] = {
     "the last {} alone": lambda p, n, t: p // t == (n - 1) // t,
     "at most {}, the first": lambda p, n, t: p < t,
     "without the first {}": lambda p, n, t: p >= t,
-    "in whole lots of {} alone": lambda p, n, t: p < n // t * t,
+    LOTS_ALONE: lambda p, n, t: p < n // t * t,
+}
+ROUNDED_DOWN: dict[str, Share] = {  # what whole lots, or so many splits, leave
+    LOTS_ALONE: SHARES[LOTS_ALONE],
+    "in {} parts of equal length, rounded down, alone": lambda p, n, t: p < np.maximum(n // t, 1) * t,
 }
 OVERWRITES = "the last {} alone"
 READS = {"K in Q K^T, V in P V": ("Y", "O"), "K in Q K^T": ("Y",), "V in P V": ("O",)}
@@ -79,6 +86,13 @@ def _parted(order: Order, size: int, rest: bool, c: Context) -> list[Ints]:
     return [np.asarray(part.any(axis=0)) for part in np.split(np.array(steps), cuts)]
 
 
+def _shared(order: Order, parts: int, up: int, c: Context) -> list[Ints]:
+    """Pairs by so many equal parts of every query's own walk."""
+    place, count = in_walk(order, c)
+    part = np.where(place < 0, -1, (place * parts + up * (parts - 1)) // np.maximum(count, 1))
+    return [part == number for number in range(parts)]
+
+
 def splits(question: Question) -> dict[str, Callable[[Context], list[Ints]]]:
     """Parts of the slots, the own block being one more, that are merged."""
     count = question.slots + question.own
@@ -92,6 +106,9 @@ def splits(question: Question) -> dict[str, Callable[[Context], list[Ints]]]:
     for (words, order), size, rest in product(ORDERS.items(), (1, 2, 4), (False, True)):
         text = f"{size} blocks and the rest" if rest else f"parts of {size} blocks"
         parted[f"{text}, {words}"] = partial(_parted, order, size, rest)
+    for (words, order), parts, up in product(ORDERS.items(), (2, 3, 4), (0, 1)):
+        text = f"{parts} parts of a query's walk, the {('first', 'last')[up]} longer, {words}"
+        parted[text] = partial(_shared, order, parts, up)
     return parted
 
 
@@ -104,7 +121,12 @@ def _parts(part: tuple[int, ...], c: Context) -> list[Ints]:
 
 
 def bugs(question: Question, wrong: Collection[str]) -> Iterator[Bug]:
-    """A part of a list of queries that counts alone, in what is ``wrong``."""
+    """A part of a list of queries that counts alone, in what is ``wrong``; in whole lots of blocks
+    everything may be made."""
+    rounded = product(ORDERS.items(), ROUNDED_DOWN.items(), range(2, question.slots + 1))
+    for (of, order), (words, share), lot in rounded:
+        text = f"of the blocks that a query walks, {of}, {words.format(lot)}"
+        yield Bug("sparse-list-cut", text, see=each(_kept, order, share, lot))
     if "dq" in wrong:
         for (of, order), (words, share) in product(ORDERS.items(), SHARES.items()):
             for most in range(1, question.slots + 1):
@@ -121,6 +143,13 @@ def bugs(question: Question, wrong: Collection[str]) -> Iterator[Bug]:
                 of_lists = [RESULTS["backward"][name] for name in names]
                 steps = {x: partial(_weighed, x, in_lists, share, lot) for x in of_lists}
                 yield Bug(name, f"{' and '.join(names)}, {text}", BACKWARD, steps=steps)
+
+
+def _kept(order: Order, share: Share, lot: int, question: Question, view: View) -> View:
+    """A view with the blocks of a walk that count."""
+    c = SimpleNamespace(question=question, view=view, W=view.weight)
+    place, count = in_walk(order, c)
+    return replace(view, weight=view.weight * share(place, count, lot))
 
 
 def stale(question: Question) -> Iterator[Bug]:
