@@ -34,7 +34,7 @@ SHARES: dict[str, Share] = {
 }
 ROUNDED_DOWN: dict[str, Share] = {  # what whole lots, or so many splits, leave
     LOTS_ALONE: SHARES[LOTS_ALONE],
-    "in {} parts of equal length, rounded down, alone": lambda p, n, t: p < np.maximum(n // t, 1) * t,
+    "in {} equal parts, rounded down, alone": lambda p, n, t: p < np.maximum(n // t, 1) * t,
 }
 OVERWRITES = "the last {} alone"
 READS = {"K in Q K^T, V in P V": ("Y", "O"), "K in Q K^T": ("Y",), "V in P V": ("O",)}
