@@ -64,6 +64,7 @@ ON_OUT: dict[str, Step] = S | {
 }
 GRADIENTS: tuple[Row, ...] = (
     (ON_P, "P V alone", FIRST, ON_OUT),
+    (ON_P, "twice in dY", BACKWARD, {"dY": lambda c: c.G * STEPS["dY"](c)}),
     (ON_P, "twice in its own gradient", BACKWARD, {"dG": lambda c: c.G * c.dS * c.Y}),
     (ON_P, "twice in gblock_scale", SECOND, {"gG": lambda c: c.G * STEPS["gG"](c)}),
     (MISSING, "", BACKWARD, NO_GRADIENT),  # each alone, too

@@ -13,6 +13,7 @@ from rawattn.check.diagnose.catalogue import stages
 from rawattn.check.diagnose.engine.attention import BACKWARD, FORWARD, RESULTS, Bug, View, each
 from rawattn.check.diagnose.engine.question import Question
 from rawattn.check.diagnose.engine.steps import STEPS, Context, Floats, Step, changed
+from rawattn.reference.dense import dead_to_inf
 
 Ints = np.ndarray
 Order = Callable[[Ints, Ints, int], Ints]  # of slots, -1 for the own block, blocks, slots' number
@@ -150,6 +151,52 @@ def _kept(order: Order, share: Share, lot: int, question: Question, view: View) 
     c = SimpleNamespace(question=question, view=view, W=view.weight)
     place, count = in_walk(order, c)
     return replace(view, weight=view.weight * share(place, count, lot))
+
+
+BY_PLACE = {  # arrays that have a row for the place in a list, and the steps that read them
+    **{"q": "Y dK", "dout": "dP dV", "lse": "bP", "delta": "dS", "block_scale": "S dY"},
+    **{"lse and delta": "bP dS", "q and dout": "Y dK dP dV"},
+}
+
+
+def of_places(question: Question) -> Iterator[Bug]:
+    """Rows of a backward pass by the place in a block's list, not by the query that is there."""
+    for names, steps in BY_PLACE.items():
+        text = f"{names} by the place in a block's list of queries, not by the query there"
+        planted = {step: partial(_by_place, step) for step in steps.split()}
+        yield Bug("sparse-inverted-lists", text, BACKWARD, steps=planted)
+
+
+def _by_place(step: str, c: Context) -> Floats:
+    """A step whose operand of queries, for every pair, is that of the row of its place."""
+    place = in_lists(c)[0]
+    rows = np.maximum(place, 0)
+
+    def moved(x: Floats) -> Floats:
+        return np.asarray(np.take_along_axis(np.broadcast_to(x, place.shape), rows, axis=1))
+
+    if step in ("Y", "dP"):
+        return moved(STEPS[step](c))
+    if step in ("S", "dY"):
+        return np.asarray(STEPS[step](changed(c, G=_gates_by_place(c, rows))))
+    if step in ("bP", "dS"):
+        name = "L" if step == "bP" else "D"
+        x = moved(getattr(c, name)[..., None])
+        return np.exp(c.S - dead_to_inf(np, x)) if step == "bP" else c.P * (c.dP - x)
+    found = {name: np.zeros_like(getattr(c, name)) for name in ("P", "dY")}
+    heads, _, keys = np.ogrid[: place.shape[0], :1, : place.shape[2]]
+    for name, x in found.items():
+        np.add.at(x, (heads, rows, keys), np.where(place >= 0, getattr(c, name), 0.0))
+    return np.asarray(STEPS[step](changed(c, **found)))
+
+
+def _gates_by_place(c: Context, rows: Ints) -> Floats:
+    """Factors of the pairs' own slots, of the query at this row of the view."""
+    scale, view = c.question.block_scale, c.view
+    if scale is None or view.slot is None:
+        return np.ones(rows.shape)
+    found = scale[view.rows[rows], view.selections[:, None, None], np.maximum(view.slot, 0)]
+    return np.where(view.slot >= 0, found, 1.0)
 
 
 def stale(question: Question) -> Iterator[Bug]:
