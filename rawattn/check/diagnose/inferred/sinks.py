@@ -47,7 +47,7 @@ def _terms(question: Question, given: Passed, stage: str) -> dict[str, tuple[Flo
         e, W = (array_of(question, Same(given), name) for name in ("e", "w"))
         moved = 0 * sinks if question.tsinks is None else np.asarray(question.tsinks)[:, None]
         parts = {"ddsinks D": moved * D, "e D": -e * D, "W": W}
-        whole, text = sum(parts.values()), "((ddsinks - e) D + W)"
+        whole, text = moved * D - e * D + W, "((ddsinks - e) D + W)"
         weights, rows = {ITS: weights[ITS]}, {text: whole}
         for how, often in (("without", -1), ("with the other sign of", -2), ("with twice", 1)):
             rows |= {f"{text} {how} {n}": whole + often * x for n, x in parts.items()}

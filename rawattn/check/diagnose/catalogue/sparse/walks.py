@@ -182,7 +182,7 @@ def _by_place(step: str, c: Context) -> Floats:
     if step in ("bP", "dS"):
         name = "L" if step == "bP" else "D"
         x = moved(getattr(c, name)[..., None])
-        return np.exp(c.S - dead_to_inf(np, x)) if step == "bP" else c.P * (c.dP - x)
+        return np.asarray(np.exp(c.S - dead_to_inf(np, x)) if step == "bP" else c.P * (c.dP - x))
     found = {name: np.zeros_like(getattr(c, name)) for name in ("P", "dY")}
     heads, _, keys = np.ogrid[: place.shape[0], :1, : place.shape[2]]
     for name, x in found.items():
