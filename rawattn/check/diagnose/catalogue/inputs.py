@@ -20,6 +20,7 @@ TOGETHER = (("q",), ("k",), ("v",), ("k", "v"), ("q", "k", "v"))
 GOING_BACK = (
     *(("delta",), ("lse",), ("lse", "delta"), ("dlse",), ("lse", "dlse"), ("dout",), ("out",)),
     *(("dout", "out"), ("q", "k", "v", "dout"), ("q", "k", "v", "dout", "out")),
+    *(("q", "dout"), ("q", "dout", "lse", "delta")),
 )
 DIRECTIONS = (("tq",), ("tk",), ("tv",), ("tk", "tv"), ("tq", "tk", "tv"))
 # Results that an array says nothing of; it has a part in all others.
@@ -32,6 +33,7 @@ APART = {
     "tv": {"jvp out", "jvp lse", "gv", "tlse", "ddlse"},
 }
 OF_FIRST_PASS = {"ddout", "ddlse"}
+OF_QUERIES = {"backward": "dq", "second": "gq"}  # gradients with a kernel of their own
 PRODUCTS = {  # a product: its name, its operands, and the results that it has a part in
     "Y": ("Q K^T", ("K", "Q"), {"out", "lse", "dq", "dk", "dv", *OF_FIRST_PASS, "gq", "gk", "gv"}),
     "O": ("P V", ("V", "P"), {"out"}),
@@ -79,8 +81,9 @@ def candidates(
 
 
 def _candidates(question: Question, stage: str, wrong: Names, right: Names, b: int) -> Bugs:
-    if stage == "backward" and len({name == "dq" for name in wrong}) == 1:
-        right -= {"dk", "dv"} if "dq" in wrong else {"dq"}  # of another kernel
+    if stage in OF_QUERIES and len({name == OF_QUERIES[stage] for name in wrong}) == 1:
+        own = {OF_QUERIES[stage]}  # of another kernel
+        right -= {"dk", "dv", "gk", "gv"} if own & wrong else own
     if not {"out", "dv", "gv", "tout"} & right:
         yield from _permuted(question, stage)
     yield from _read(question, stage, wrong, right, b)

@@ -252,12 +252,19 @@ def _of_others(other: Origin, g: Geometry) -> Ints:
 def heads(question: Question) -> Iterator[Map]:
     """The same row of other heads, by the words of those that are alike here for queries as one;
     those of groups mean nothing to keys."""
-    h, alike = np.arange(question.num_heads_q), dict[bytes, list[str]]()
-    for words, taken in other_heads(h, len(h), question.group).items():
-        if not np.array_equal(taken, h):
+    h = np.arange(question.num_heads_q)
+    for words in heads_alike(h, len(h), question.group):
+        yield Map("heads", words, partial(_heads, HEADS[words.split(" or ")[0]]))
+
+
+def heads_alike(own: Ints, count: int, group: int) -> dict[str, Ints]:
+    """``other_heads`` by the words of those that are alike here."""
+    alike = dict[bytes, list[str]]()
+    found = other_heads(own, count, group)
+    for words, taken in found.items():
+        if not np.array_equal(taken, own):
             alike.setdefault(taken.tobytes(), []).append(words)
-    for several in alike.values():
-        yield Map("heads", " or ".join(several[:3]), partial(_heads, HEADS[several[0]]))
+    return {" or ".join(several[:3]): found[several[0]] for several in alike.values()}
 
 
 def other_heads(own: Ints, count: int, group: int) -> dict[str, Ints]:

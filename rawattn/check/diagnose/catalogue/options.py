@@ -24,6 +24,8 @@ def bugs(question: Question) -> Iterator[Bug]:
         yield Bug("softcap-dropped", steps={"cap": lambda c: (c.Y, 1.0, 0.0)})
         straight: Step = lambda c: (STEPS["cap"](c)[0], 1.0, 0.0)  # noqa: E731
         yield Bug("softcap-slope-omitted", "1 in its place", DERIVED, steps={"cap": straight})
+        for words, of_site in SLOPES.items():
+            yield Bug("softcap-slope-omitted", words, ("second",), steps=of_site)
         steps = {"cap": _not_squared}
         yield Bug("softcap-slope-omitted", "1 - tanh in its place", ("jvp",), steps=steps)
     if question.sinks is not None:
@@ -46,6 +48,32 @@ def bugs(question: Question) -> Iterator[Bug]:
             yield Bug("seqused-ignored", text, see=each(_at_all_keys))
 
 
+def _straight(name: str) -> dict[str, Step]:
+    """A step without the slope alone."""
+    return {name: with_values(name, cap=lambda c: (c.cap[0], 1.0, c.cap[2]))}
+
+
+def _ungraded(name: str) -> dict[str, Step]:
+    """A product with dS in place of the gradient of scores before the softcap."""
+    return {name: with_values(name, dY=lambda c: c.G * c.dS)}
+
+
+SLOPES: dict[str, dict[str, Step]] = {  # of a double backward
+    "1 in its place in E": _straight("E"),
+    "1 in its place at dS'": _straight("tdY"),
+    "1 in its place in dS ddk of gq": _ungraded("gQ"),
+    "1 in its place in dS^T ddq of gk": _ungraded("gK"),
+    "1 in its place in dS ddk of gq and dS^T ddq of gk": _ungraded("gQ") | _ungraded("gK"),
+    "the bend times dS, without the tangent of the scores": {
+        "tdY": with_values("tdY", tY=lambda c: 1.0)
+    },
+    "the bend times E, the slope twice": {"tdY": with_values("tdY", tY=lambda c: c.E)},
+    "the bend without dS": {
+        "tdY": lambda c: c.G * c.cap[1] * c.tdS + c.tG * c.dS + c.cap[2] * c.tY * c.P
+    },
+}
+
+
 def _not_squared(c: Context) -> tuple[Floats, ...]:
     value, _, bend = STEPS["cap"](c)
     return value, 1 - value / c.question.softcap, bend
@@ -58,12 +86,13 @@ def _other_sinks(question: Question) -> Iterator[Bug]:
     yield Bug("sinks-misplaced", text, FORWARD, steps=with_sink(raised))
     factors = {"softmax_scale ": question.scale, "log2(e) ": LOG2_E, "ln 2 ": 1 / LOG2_E, "0 ": 0.0}
     found = {f"exp({words}sink)": (x, h) for words, x in factors.items()}
-    for words, heads in maps.other_heads(h, len(h), question.group).items():
+    for words, heads in maps.heads_alike(h, len(h), question.group).items():
         found[f"that of {words}"] = 1.0, heads
     for words, (times, heads) in found.items():
         if (times * sinks[heads] != sinks).any():
-            steps = with_sink(partial(_of_heads, times, heads))
-            yield Bug("sinks-misplaced", words, FORWARD, steps=steps)
+            sink = partial(_of_heads, times, heads)
+            steps = with_sink(sink) | {"P0": with_values("P0", sink=sink)}
+            yield Bug("sinks-misplaced", words, ("forward", "jvp"), steps=steps)
 
 
 def with_sink(sink: Step) -> dict[str, Step]:

@@ -220,6 +220,12 @@ def _shares(taken: Taken, parts: Parts) -> Floats:
     return _exp(lses - unit * _finite(_whole(taken, parts)))
 
 
+def _one(tops: Floats, part: int) -> Floats:
+    weights = np.zeros_like(tops)
+    weights[part] = 1.0
+    return weights
+
+
 RIGHT = "right"
 # what is taken for the lse of parts, in units of so many natural ones
 TAKEN: dict[str, Taken] = {
@@ -240,10 +246,14 @@ WEIGHTS: dict[str, Weights] = {text: partial(_shares, taken) for text, taken in 
     "the mean of the parts that have keys": lambda p: (
         np.isfinite(p.tops) / np.maximum(np.isfinite(p.tops).sum(axis=0), 1)
     ),
+    "the first part alone": lambda p: _one(p.tops, 0),
+    "the last part alone": lambda p: _one(p.tops, -1),
 }
 LSES: dict[str, Callable[[Parts], Floats]] = {
     **{text: partial(_whole, taken) for text, taken in TAKEN.items()},
     "the largest of the parts": lambda p: p.lses.max(axis=0),
+    "of the first part alone": lambda p: p.lses[0],
+    "of the last part alone": lambda p: p.lses[-1],
 }
 
 

@@ -78,9 +78,10 @@ def listed(question: Question) -> Iterator[Bug]:
 
 def _weights(question: Question, tile: int) -> Iterator[tuple[str, str, Weights]]:
     for name, words, factor in EVENTS:
-        for every in (False, True) if question.mask_window != (-1, -1) else (True,):
-            more = "" if every else " of those that see something"
-            yield name, words + more, partial(_by_tile, factor, tile, every)
+        yield name, words, partial(_by_tile, factor, tile, 0)
+        for other in (tile, 2 * tile, tile // 2) if question.mask_window != (-1, -1) else ():
+            more = f" of those that {other} rows together see something of"
+            yield name, words + more, partial(_by_tile, factor, tile, other)
     yield "tail-tile-dropped", "no partial tile", partial(_whole, tile)
 
 
@@ -94,16 +95,16 @@ def _summed(step: str, operands: Collection[str], weights: Weights, c: Context) 
     return np.asarray(right + STEPS[step](weighed) - STEPS[step](alone))
 
 
-def _by_tile(of: Factor, tile: int, every: bool, c: Context, axis: int) -> Floats:
-    """A factor (n, m) for every tile of keys that a tile of queries sees, or for ``every`` one; of
-    axis 0 for tiles of queries that a tile of keys is seen by."""
-    seen = (c.W > 0).any(axis=0) | every
+def _by_tile(of: Factor, tile: int, other: int, c: Context, axis: int) -> Floats:
+    """A factor (n, m) for every tile of keys of which ``other`` queries together see any, or, of 0
+    queries, for every one; of axis 0 for tiles of queries that so many keys are seen by."""
+    seen = (c.W > 0).any(axis=0) | (not other)
     seen = seen if axis == 1 else seen.T
     n, m = seen.shape
     tiles = np.arange(m) // tile
     weight = np.zeros((n, m))
-    for start in range(0, n, tile):
-        here = slice(start, start + tile)
+    for start in range(0, n, other or n):
+        here = slice(start, start + (other or n))
         there = np.unique(tiles[seen[here].any(axis=0)])
         known = np.isin(tiles, there)
         weight[here, known] = of(c, np.searchsorted(there, tiles[known]), len(there))

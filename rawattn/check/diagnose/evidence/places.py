@@ -177,7 +177,7 @@ class Places:
         behind. These are tried where no plain feature tells."""
         own = "i" if self.aligned else "p"
         (left, right), shift = self.question.mask_window, self.m - self.n
-        sides = {"": 0, " - window_left": -max(left, 0), " + window_right": max(right, 0)}
+        sides = {"": 0, "window_left": -max(left, 0), "window_right": max(right, 0)}
         sides = {words: by for words, by in sides.items() if by or not words}
         found: dict[str, Callable[[], Array]] = {}
         for at, of, x, y, count, by in (
@@ -185,10 +185,12 @@ class Places:
             ("i", {"j": 0 * shift, f"j - {own} + i": -shift}, self.i, self.j, self.m, -1),
         ):
             for u, t in product((2, 4, *LOOPS), (4, *LOOPS)):
-                for edge, (words, start), (side, more) in product(EDGES, of.items(), sides.items()):
-                    name = f"{at} // {t} - ({words} of the {edge} row of its tile of {u}{side})"
-                    row = partial(EDGES[edge], y, u, count)
-                    found[f"{name} // {t}"] = partial(_tiles_behind, x, row, start + by * more, t)
+                forms = product(EDGES, of.items(), sides.items())
+                for edge, (words, start), (side, width) in forms:
+                    more = f" {'+' if by * width > 0 else '-'} {side}" if side else ""
+                    name = f"{at} // {t} - ({words} of the {edge} row of its tile of {u}{more})"
+                    row, moved = partial(EDGES[edge], y, u, count), start + by * width
+                    found[f"{name} // {t}"] = partial(_tiles_behind, x, row, moved, t)
         for parts, t in product(SPLITS, LOOPS):
             size = np.maximum(-(-self.m // (t * parts)), 1)
             part = partial(np.floor_divide, self.j, size * t)

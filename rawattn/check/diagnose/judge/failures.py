@@ -42,6 +42,7 @@ SURE = ("high", "medium")
 FURTHER = ((21, 3, 50, 0, 38), (70, 9, 33))  # lengths of what is asked once more
 UNUSED: dict[str, Any] = {"seqused_k": None, "sinks": False, "softcap": None, "causal": False}
 UNUSED |= {"window": (-1, -1), "own": False, "gate": False, "counts": False}
+OF_MASKS = ("causal", "window")
 LEAST = 3  # kinds of cases that are made smaller
 OFFSETS = ("cu_seqlens_q", "cu_seqlens_k")
 OPTIONAL = ("sinks", "tsinks", "seqused_k")
@@ -107,7 +108,8 @@ def _lacking(candidate: Candidate, f: Finding, case: Case) -> Iterator[str]:
     if any(not _holds(candidate, f, case, lengths) for lengths in FURTHER):
         yield "at other lengths"
     for name, unused in UNUSED.items():
-        there = getattr(case, name, unused) != unused and name.partition("_")[0] not in f.bug
+        about = name.partition("_")[0] in f.bug or (f.bug == "pairs-dropped" and name in OF_MASKS)
+        there = getattr(case, name, unused) != unused and not about
         if there and not _holds(candidate, f, replace(case, **{name: unused}), FURTHER[0]):
             yield f"without {name}"
 

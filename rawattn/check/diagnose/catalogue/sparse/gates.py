@@ -9,12 +9,13 @@ import numpy as np
 from rawattn.check.diagnose.catalogue import maps
 from rawattn.check.diagnose.catalogue.reading import whole
 from rawattn.check.diagnose.catalogue.second_order import JVP, SECOND, with_values
-from rawattn.check.diagnose.catalogue.sparse import lists
+from rawattn.check.diagnose.catalogue.sparse import lists, walks
 from rawattn.check.diagnose.catalogue.sparse.lists import listed
 from rawattn.check.diagnose.engine.attention import BACKWARD, FIRST, Bug, See, View, each, per_key
 from rawattn.check.diagnose.engine.lists import Ints, Lists
 from rawattn.check.diagnose.engine.question import STAGES, Question
 from rawattn.check.diagnose.engine.steps import STEPS, Context, Floats, Step, times
+from rawattn.reference.selection import ABSENT
 
 ALL = tuple(STAGES)
 BEYOND = BACKWARD + SECOND
@@ -32,9 +33,9 @@ def bugs(question: Question, different: Callable[[See], bool]) -> Iterator[Bug]:
     for words, see in OTHERS.items():
         if different(see):
             yield Bug(ORDER, words, see=see)
-    for words, of in SLOTS.items():
-        if different(see := each(_in_slots, of)):
-            gated = {name: with_values(name, G=partial(_gate_of, of)) for name in GATED}
+    for words, change in CHANGES.items():
+        if different(see := each(change)):
+            gated = {name: with_values(name, G=partial(_gate_of, change)) for name in GATED}
             yield Bug(ORDER, words, steps=gated)
             yield Bug(ORDER, f"{words}, and in the gradient", see=see)
 
@@ -63,6 +64,7 @@ ON_OUT: dict[str, Step] = S | {
 }
 GRADIENTS: tuple[Row, ...] = (
     (ON_P, "P V alone", FIRST, ON_OUT),
+    (ON_P, "twice in dY", BACKWARD, {"dY": lambda c: c.G * STEPS["dY"](c)}),
     (ON_P, "twice in its own gradient", BACKWARD, {"dG": lambda c: c.G * c.dS * c.Y}),
     (ON_P, "twice in gblock_scale", SECOND, {"gG": lambda c: c.G * STEPS["gG"](c)}),
     (MISSING, "", BACKWARD, NO_GRADIENT),  # each alone, too
@@ -107,6 +109,7 @@ def _shared(share: Floats, name: str, c: Context) -> Floats:
 # for slots (heads, n, m), -1 of the own block where none names it, of so many others; own: keys of
 # the own block (n, m)
 Slots = Callable[[Ints, Ints, int], Ints]
+Change = Callable[[Question, View], View]
 SLOTS: dict[str, Slots] = {
     "that of the last slot for the own block": lambda slot, own, n: slot % n,
     "that of the first slot for the own block": lambda slot, own, n: np.maximum(slot, 0),
@@ -143,8 +146,29 @@ def _by_place(own: bool, question: Question, views: Sequence[View]) -> Sequence[
     return found
 
 
-def _gate_of(of: Slots, c: Context) -> Floats | float:
-    return per_key(_in_slots(of, c.question, c.view), c.question.block_scale, 1.0)
+def _unsorted(order: walks.Order, back: bool, question: Question, view: View) -> View:
+    """The same view with factors of pairs as they are by queries, where the pairs are sorted by
+    blocks; ``back``: those sorted so, where the pairs are not. order: of a query's blocks."""
+    if view.slot is None or not question.slots:
+        return view
+    block = (view.keys - question.cu_seqlens_k[view.sequence]) // question.block_size
+    found = np.full(view.slot.shape, -1)
+    for here, slot, seen in zip(found, view.slot, view.weight > 0, strict=False):
+        of_blocks = np.full((len(slot), int(block.max(initial=0)) + 1), ABSENT)
+        row, key = np.nonzero(seen)
+        of_blocks[row, block[key]] = slot[row, key]
+        i, b = np.nonzero(of_blocks != ABSENT)
+        by_row = np.lexsort((order(of_blocks[i, b], b, question.slots), i)) if len(i) else i
+        i, b = i[by_row], b[by_row]
+        by_block, slots = np.argsort(b, kind="stable"), of_blocks[i, b]
+        of_blocks[i[by_block], b[by_block]] = slots
+        of_blocks[i, b] = slots[by_block] if back else of_blocks[i, b]
+        here[:] = np.where(seen, of_blocks[:, block], -1)
+    return replace(view, slot=found)
+
+
+def _gate_of(change: Change, c: Context) -> Floats | float:
+    return per_key(change(c.question, c.view), c.question.block_scale, 1.0)
 
 
 def _sorted(order: Callable[[Lists], Ints], x: Lists) -> Lists:
@@ -160,6 +184,14 @@ def _of_the_last(x: Lists) -> Lists:
     return replace(x, times=np.concatenate([last, x.walked[..., -1:]], axis=2))
 
 
+CHANGES: dict[str, Change] = {
+    **{words: partial(_in_slots, of) for words, of in SLOTS.items()},
+    **{
+        f"those of pairs {how}, {words}": partial(_unsorted, walks.ORDERS[words], back)
+        for how, back in (("not sorted by blocks as the pairs are", False), ("sorted alone", True))
+        for words in ("in the order of the slots", "blocks ascending")
+    },
+}
 PLACE = "that of its place in the sorted list of blocks"
 OTHERS: dict[str, See] = {
     "blocks ascending": listed(partial(_sorted, lambda x: x.named)),

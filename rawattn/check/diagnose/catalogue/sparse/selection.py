@@ -50,7 +50,7 @@ def candidates(question: Question, stage: str, wrong: Collection[str]) -> Iterat
     """More of a stage, tried on one sequence: other arrays, parts of walks, tiles."""
     sizes = (size for size in TILES if size < 2 * max(question.lengths_k))
     of_tiles = (bug for size in sizes for bug in tiles(question, size))
-    of_walks = chain(walks.bugs(question, wrong), walks.stale(question))
+    of_walks = chain(walks.bugs(question, wrong), walks.stale(question), walks.of_places(question))
     every = chain(misread(question), gates.misread(question), of_walks, of_tiles)
     yield from (bug for bug in every if stage in bug.stages)
 

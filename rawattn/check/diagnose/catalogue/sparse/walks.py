@@ -2,15 +2,18 @@
 queries of a block in the order of its list; what is lost of either, and what overwrites what."""
 
 from collections.abc import Callable, Collection, Iterator
+from dataclasses import replace
 from functools import partial
 from itertools import product
+from types import SimpleNamespace
 
 import numpy as np
 
 from rawattn.check.diagnose.catalogue import stages
-from rawattn.check.diagnose.engine.attention import BACKWARD, FORWARD, RESULTS, Bug
+from rawattn.check.diagnose.engine.attention import BACKWARD, FORWARD, RESULTS, Bug, View, each
 from rawattn.check.diagnose.engine.question import Question
 from rawattn.check.diagnose.engine.steps import STEPS, Context, Floats, Step, changed
+from rawattn.reference.dense import dead_to_inf
 
 Ints = np.ndarray
 Order = Callable[[Ints, Ints, int], Ints]  # of slots, -1 for the own block, blocks, slots' number
@@ -21,13 +24,18 @@ ORDERS: dict[str, Order] = {
     "blocks descending": lambda slot, block, last: block.max() - block,
 }
 LOTS = (1, 2, 4, 8, 16, 32, 64, 128)  # queries of one step of a loop
+LOTS_ALONE = "in whole lots of {} alone"
 # which of so many places count, in lots of t
 Share = Callable[[Ints, Ints, int], Ints]
 SHARES: dict[str, Share] = {
     "the last {} alone": lambda p, n, t: p // t == (n - 1) // t,
     "at most {}, the first": lambda p, n, t: p < t,
     "without the first {}": lambda p, n, t: p >= t,
-    "in whole lots of {} alone": lambda p, n, t: p < n // t * t,
+    LOTS_ALONE: lambda p, n, t: p < n // t * t,
+}
+ROUNDED_DOWN: dict[str, Share] = {  # what whole lots, or so many splits, leave
+    LOTS_ALONE: SHARES[LOTS_ALONE],
+    "in {} equal parts, rounded down, alone": lambda p, n, t: p < np.maximum(n // t, 1) * t,
 }
 OVERWRITES = "the last {} alone"
 READS = {"K in Q K^T, V in P V": ("Y", "O"), "K in Q K^T": ("Y",), "V in P V": ("O",)}
@@ -79,6 +87,13 @@ def _parted(order: Order, size: int, rest: bool, c: Context) -> list[Ints]:
     return [np.asarray(part.any(axis=0)) for part in np.split(np.array(steps), cuts)]
 
 
+def _shared(order: Order, parts: int, up: int, c: Context) -> list[Ints]:
+    """Pairs by so many equal parts of every query's own walk."""
+    place, count = in_walk(order, c)
+    part = np.where(place < 0, -1, (place * parts + up * (parts - 1)) // np.maximum(count, 1))
+    return [part == number for number in range(parts)]
+
+
 def splits(question: Question) -> dict[str, Callable[[Context], list[Ints]]]:
     """Parts of the slots, the own block being one more, that are merged."""
     count = question.slots + question.own
@@ -92,6 +107,9 @@ def splits(question: Question) -> dict[str, Callable[[Context], list[Ints]]]:
     for (words, order), size, rest in product(ORDERS.items(), (1, 2, 4), (False, True)):
         text = f"{size} blocks and the rest" if rest else f"parts of {size} blocks"
         parted[f"{text}, {words}"] = partial(_parted, order, size, rest)
+    for (words, order), parts, up in product(ORDERS.items(), (2, 3, 4), (0, 1)):
+        text = f"{parts} parts of a query's walk, the {('first', 'last')[up]} longer, {words}"
+        parted[text] = partial(_shared, order, parts, up)
     return parted
 
 
@@ -104,7 +122,12 @@ def _parts(part: tuple[int, ...], c: Context) -> list[Ints]:
 
 
 def bugs(question: Question, wrong: Collection[str]) -> Iterator[Bug]:
-    """A part of a list of queries that counts alone, in what is ``wrong``."""
+    """A part of a list of queries that counts alone, in what is ``wrong``; in whole lots of blocks
+    everything may be made."""
+    rounded = product(ORDERS.items(), ROUNDED_DOWN.items(), range(2, question.slots + 1))
+    for (of, order), (words, share), lot in rounded:
+        text = f"of the blocks that a query walks, {of}, {words.format(lot)}"
+        yield Bug("sparse-list-cut", text, see=each(_kept, order, share, lot))
     if "dq" in wrong:
         for (of, order), (words, share) in product(ORDERS.items(), SHARES.items()):
             for most in range(1, question.slots + 1):
@@ -121,6 +144,59 @@ def bugs(question: Question, wrong: Collection[str]) -> Iterator[Bug]:
                 of_lists = [RESULTS["backward"][name] for name in names]
                 steps = {x: partial(_weighed, x, in_lists, share, lot) for x in of_lists}
                 yield Bug(name, f"{' and '.join(names)}, {text}", BACKWARD, steps=steps)
+
+
+def _kept(order: Order, share: Share, lot: int, question: Question, view: View) -> View:
+    """A view with the blocks of a walk that count."""
+    c = SimpleNamespace(question=question, view=view, W=view.weight)
+    place, count = in_walk(order, c)
+    return replace(view, weight=view.weight * share(place, count, lot))
+
+
+BY_PLACE = {  # arrays that have a row for the place in a list, and the steps that read them
+    **{"q": "Y dK", "dout": "dP dV", "lse": "bP", "delta": "dS", "block_scale": "S dY"},
+    **{"lse and delta": "bP dS", "q and dout": "Y dK dP dV"},
+}
+
+
+def of_places(question: Question) -> Iterator[Bug]:
+    """Rows of a backward pass by the place in a block's list, not by the query that is there."""
+    for names, steps in BY_PLACE.items():
+        text = f"{names} by the place in a block's list of queries, not by the query there"
+        planted = {step: partial(_by_place, step) for step in steps.split()}
+        yield Bug("sparse-inverted-lists", text, BACKWARD, steps=planted)
+
+
+def _by_place(step: str, c: Context) -> Floats:
+    """A step whose operand of queries, for every pair, is that of the row of its place."""
+    place = in_lists(c)[0]
+    rows = np.maximum(place, 0)
+
+    def moved(x: Floats) -> Floats:
+        return np.asarray(np.take_along_axis(np.broadcast_to(x, place.shape), rows, axis=1))
+
+    if step in ("Y", "dP"):
+        return moved(STEPS[step](c))
+    if step in ("S", "dY"):
+        return np.asarray(STEPS[step](changed(c, G=_gates_by_place(c, rows))))
+    if step in ("bP", "dS"):
+        name = "L" if step == "bP" else "D"
+        x = moved(getattr(c, name)[..., None])
+        return np.asarray(np.exp(c.S - dead_to_inf(np, x)) if step == "bP" else c.P * (c.dP - x))
+    found = {name: np.zeros_like(getattr(c, name)) for name in ("P", "dY")}
+    heads, _, keys = np.ogrid[: place.shape[0], :1, : place.shape[2]]
+    for name, x in found.items():
+        np.add.at(x, (heads, rows, keys), np.where(place >= 0, getattr(c, name), 0.0))
+    return np.asarray(STEPS[step](changed(c, **found)))
+
+
+def _gates_by_place(c: Context, rows: Ints) -> Floats:
+    """Factors of the pairs' own slots, of the query at this row of the view."""
+    scale, view = c.question.block_scale, c.view
+    if scale is None or view.slot is None:
+        return np.ones(rows.shape)
+    found = scale[view.rows[rows], view.selections[:, None, None], np.maximum(view.slot, 0)]
+    return np.where(view.slot >= 0, found, 1.0)
 
 
 def stale(question: Question) -> Iterator[Bug]:
