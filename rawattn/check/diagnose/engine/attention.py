@@ -29,29 +29,19 @@ TILES = (8, 16, 32, 64, 128)
 FIRST = ("forward", "backward")
 BACKWARD = ("backward",)
 FORWARD = ("forward",)
-PROGRAMS = {
-    "forward": (*SCORES, "softmax", "L", "P", "O"),
-    "backward": (
-        *(*SCORES, "bP", "P0", "dP", "D", "dS", "dY", "dQ", "dK", "dV", "sum_heads", "dG", "dsink"),
-    ),
-    "jvp": (*SCORES, "softmax", "L", "P", "P0", "O", "tY", "E", "e", "tP", "tO", "tL"),
-    "second": (
-        *(*SCORES, "bP", "P0", "tY", "E", "e", "tP", "tO", "tL", "dP", "D", "dS", "dY"),
-        *("sum_heads", "tdP", "w", "tdS", "tdY", "gQ", "gK", "gV", "gG", "gsink"),
-    ),
+OF_STAGES = {
+    "forward": "softmax L P O",
+    "backward": "bP P0 dP D dS dY dQ dK dV sum_heads dG dsink",
+    "jvp": "softmax L P P0 O tY E e tP tO tL",
+    "second": "bP P0 tY E e tP tO tL dP D dS dY sum_heads tdP w tdS tdY gQ gK gV gG gsink",
 }
-
+PROGRAMS = {stage: (*SCORES, *steps.split()) for stage, steps in OF_STAGES.items()}
 RESULTS = {  # of a stage, and the steps that give them
     "forward": {"out": "O", "lse": "L"},
-    "backward": {
-        **{"delta": "D", "dq": "dQ", "dk": "dK", "dv": "dV"},
-        **{"dblock_scale": "dG", "dsinks": "dsink"},
-    },
+    "backward": dict(delta="D", dq="dQ", dk="dK", dv="dV", dblock_scale="dG", dsinks="dsink"),
     "jvp": {"jvp out": "O", "tout": "tO", "jvp lse": "L", "tlse": "tL"},
-    "second": {
-        **{"ddout": "tO", "ddlse": "tL", "gq": "gQ", "gk": "gK", "gv": "gV"},
-        **{"gblock_scale": "gG", "gsinks": "gsink"},
-    },
+    "second": dict(ddout="tO", ddlse="tL", gq="gQ", gk="gK", gv="gV")
+    | dict(gblock_scale="gG", gsinks="gsink"),
 }
 OF_A_CALL, OF_A_VIEW, OF_A_SCORE = 0.4, 0.06, 1 / 60_000  # units of effort, of a stage
 OF_LISTS = 5  # times as many, where other blocks are listed

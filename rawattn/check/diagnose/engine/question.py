@@ -28,7 +28,6 @@ BY_TOKENS = {  # what a question has by rows of q and of k
     "q": ("q", "dout", "tq", "out", "dlse", "lse", *LISTS),
     "k": ("k", "v", "tk", "tv"),
 }
-BY_HEADS = ("dlse", *BY_ROW)  # (num_heads_q, tokens)
 
 
 @dataclass(frozen=True, eq=False)
@@ -185,14 +184,13 @@ def part(
 ) -> tuple[Question, Answers]:
     """Sequences from ``first`` on, and keys ``past`` them with results of 0; no sums over all."""
     changes: dict[str, Any] = {"whole": None}
-    rows, kept = {}, {}
+    rows = {}
     for of in "qk":
         offsets = question.offsets(of)[first : stop + 1]
-        kept[of] = int(offsets[-1] - offsets[0])
         rows[of] = slice(int(offsets[0]), int(offsets[-1]) + past * (of == "k"))
         for name in BY_TOKENS[of]:
             if (x := getattr(question, name)) is not None:
-                changes[name] = x[:, rows[of]] if name in BY_HEADS else x[rows[of]]
+                changes[name] = x[:, rows[of]] if name in ("dlse", "lse") else x[rows[of]]
         changes[f"cu_seqlens_{of}"] = offsets - offsets[0]
     if question.seqused_k is not None:
         changes["seqused_k"] = question.seqused_k[first:stop]
@@ -204,5 +202,5 @@ def part(
         found[name] = x[:, rows["q"]] if name in BY_ROW else x[rows[of]]
         if past and of == "k":
             found[name] = found[name].copy()
-            found[name][kept[of] :] = 0
+            found[name][changes["cu_seqlens_k"][-1] :] = 0
     return replace(question, **changes), found

@@ -42,7 +42,6 @@ SURE = ("high", "medium")
 FURTHER = ((21, 3, 50, 0, 38), (70, 9, 33))  # lengths of what is asked once more
 UNUSED: dict[str, Any] = {"seqused_k": None, "sinks": False, "softcap": None, "causal": False}
 UNUSED |= {"window": (-1, -1), "own": False, "gate": False, "counts": False}
-OF_MASKS = ("causal", "window")
 LEAST = 3  # kinds of cases that are made smaller
 OFFSETS = ("cu_seqlens_q", "cu_seqlens_k")
 OPTIONAL = ("sinks", "tsinks", "seqused_k")
@@ -87,9 +86,7 @@ def explain_failures(
     joined = _joined(f"{candidate.name} against {against}", found)
     findings = _as_failing(joined.findings)
     every = {str(case): case for kind, _ in found for case in kind}
-    for first in (
-        one for one in findings[:1] if one.side == SIDE
-    ):  # its first case is the one that it is told of
+    if findings and (first := findings[0]).side == SIDE:
         findings[0] = _asked_once_more(candidate, first, [every[name] for name in first.cases])
     return replace(joined, findings=tuple(findings))
 
@@ -108,7 +105,8 @@ def _lacking(candidate: Candidate, f: Finding, case: Case) -> Iterator[str]:
     if any(not _holds(candidate, f, case, lengths) for lengths in FURTHER):
         yield "at other lengths"
     for name, unused in UNUSED.items():
-        about = name.partition("_")[0] in f.bug or (f.bug == "pairs-dropped" and name in OF_MASKS)
+        of_mask = f.bug == "pairs-dropped" and name in ("causal", "window")
+        about = of_mask or name.partition("_")[0] in f.bug
         there = getattr(case, name, unused) != unused and not about
         if there and not _holds(candidate, f, replace(case, **{name: unused}), FURTHER[0]):
             yield f"without {name}"
@@ -120,8 +118,8 @@ def _explains(candidate: Candidate, diagnosis: Diagnosis, case: Case) -> bool:
         return False
     (one,), asked = diagnosis.findings, question_of(candidate.fit(small(case)), clean=True)
     right = dict.fromkeys(asked.stages, NO_BUG)
-    planted = bool(one.planted) and _gives(candidate, asked, right | {**one.planted})
-    return planted and not _gives(candidate, asked, right)
+    gives = partial(_gives, candidate, asked)
+    return gives(right | {**one.planted}) and not gives(right)
 
 
 def _holds(candidate: Candidate, f: Finding, case: Case, lengths: Sequence[int]) -> bool:
@@ -456,11 +454,9 @@ def _expected(question: Question) -> Expected:
 def _case(question: Question) -> Case:
     """A case with the options of a question, which are all that candidates are told of it."""
     q, lengths_k = question, tuple(int(n) for n in np.diff(question.cu_seqlens_k))
-    options: dict[str, Any] = {
-        **{"lengths_q": q.lengths_q, "lengths_k": lengths_k},
-        **{"past_q": len(q.q) - sum(q.lengths_q), "past_k": len(q.k) - sum(lengths_k)},
-        **{"causal": q.causal, "softmax_scale": q.softmax_scale},
-    }
+    options: dict[str, Any] = {"causal": q.causal, "softmax_scale": q.softmax_scale}
+    options |= {"lengths_q": q.lengths_q, "past_q": len(q.q) - sum(q.lengths_q)}
+    options |= {"lengths_k": lengths_k, "past_k": len(q.k) - sum(lengths_k)}
     if not q.sparse:
         used = None if q.seqused_k is None else q.lengths_k
         options |= {"softcap": q.softcap, "sinks": q.sinks is not None, "window": q.window}

@@ -204,7 +204,9 @@ class Stage:
     def usual(self) -> list[Prediction]:
         """Predictions with each bug that is listed, that other stages have, or of one term."""
         more = terms.single(*self.asked) if self.stage != "forward" else []
-        return [*self.planted(self.worth), *self.hinted, *self.planted(more)]
+        with warnings.catch_warnings(action="ignore", category=SearchFailed):
+            hinted = self.planted(self.hints)  # of problems that may have other heads
+        return [*self.planted(self.worth), *hinted, *self.planted(more)]
 
     @cached_property
     def worth(self) -> list[Bug]:
@@ -214,13 +216,6 @@ class Stage:
             with _searching():
                 found += [bug] if sample.allows(bug) else []
         return found
-
-    @cached_property
-    def hinted(self) -> list[Prediction]:
-        """Of what other stages or problems have, which may have heads that are not here."""
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore", SearchFailed)
-            return self.planted(self.hints)
 
     @cached_property
     def of_terms(self) -> list[Prediction]:
