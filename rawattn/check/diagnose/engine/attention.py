@@ -239,9 +239,8 @@ def _stage(asked: Pass, bug: Bug, only: Only | None) -> Answers:
     replaced = [place for place, name in enumerate(names) if name in bug.steps]
     if not replaced:
         return dict(answers)
-    here = (c for c in contexts if only is None or only(c.view))
-    again = (changed(c) for c in here)  # all before the first one stays
-    return _run(asked, again, names[replaced[0] :], bug)
+    again = (changed(c) for c in contexts if only is None or only(c.view))
+    return _run(asked, again, names[replaced[0] :], bug)  # all before the first one stays
 
 
 @lru_cache(maxsize=6)

@@ -74,11 +74,10 @@ def _moved(asker: Asker, case: Case) -> list[tuple[str, Case]]:
         return [("", case)]
     names = (name for name in ("sinks_direction", "gate_direction") if hasattr(case, name))
     still: dict[str, Any] = dict.fromkeys(names, False)
-    alone = {}
+    shown = []
     for n, name in enumerate("qkv"):
         one = replace(case, direction=(n == 0, n == 1, n == 2), **still)
-        alone[f"with {MOVED[asker.stage]}{name} alone "] = one
-    shown = [(name, one) for name, one in alone.items() if asker.fails(one)]
+        shown += [(f"with {MOVED[asker.stage]}{name} alone ", one)] if asker.fails(one) else []
     return shown or [("", case)]
 
 
