@@ -112,7 +112,6 @@ class Diagnosis:
 
 
 def of_sides(title: str, sides: Mapping[str, Diagnosis]) -> Diagnosis:
-    """One diagnosis of several sides."""
     found = list(sides.values())
     return Diagnosis(
         title,

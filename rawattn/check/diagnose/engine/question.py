@@ -137,9 +137,8 @@ class Question:
     def stages(self) -> tuple[str, ...]:
         """The stages that there are inputs for."""
         direction = (self.tq, self.tk, self.tv, self.tblock_scale, self.tsinks)
-        moved = any(part is not None for part in direction)
-        second = self.dout is not None and moved
-        there = {"forward": True, "backward": self.dout is not None, "second": second, "jvp": moved}
+        moved, back = any(x is not None for x in direction), self.dout is not None
+        there = {"forward": True, "backward": back, "second": back and moved, "jvp": moved}
         return tuple(stage for stage in STAGES if there[stage])
 
     def offsets(self, of: str) -> np.ndarray:

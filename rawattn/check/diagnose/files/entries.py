@@ -161,7 +161,6 @@ def narrowed(arrays: Arrays, dtype: np.dtype) -> Arrays:
 
 
 def _floating(name: str, array: np.ndarray) -> np.ndarray:
-    """Numbers in a float dtype."""
     if array.dtype == np.uint16 or array.dtype == np.dtype("V2"):  # as numpy.save writes bfloat16
         return array.view(BFLOAT16)
     if array.dtype == BFLOAT16:

@@ -64,6 +64,7 @@ def explain_failures(
     kinds: dict[Case, list[Case]] = {}
     for case in sorted(cases, key=_plainness):
         kinds.setdefault(replace(small(case), dtype=""), []).append(case)
+    sides = {SIDE: candidate} | ({} if other is None else {against: other})
     begun = spent()
     until = begun + 1000 * seconds
     found: list[Kind] = []
@@ -75,7 +76,7 @@ def explain_failures(
         if lost and kind[0].dtype in dtypes:
             continue
         dtypes |= {kind[0].dtype} if lost else set()
-        asked = partial(explain_failure, candidate, kind[0], other, against=against)
+        asked = partial(explain_failure, sides, kind[0])
         again = (of for _, of in found if other is None and _explains(candidate, of, kind[0]))
         diagnosis = next(again, None) or asked(until=0.0 if lost else until, known=known)
         sure = [f for f in diagnosis.findings if f.confidence in SURE and not f.alternatives]
@@ -181,18 +182,12 @@ def _as_failing(findings: Sequence[Finding]) -> list[Finding]:
 
 
 def explain_failure(
-    candidate: Candidate,
-    case: Case,
-    other: Candidate | None = None,
-    *,
-    against: str = "reference",
-    until: float = math.inf,
-    known: Readings = UNREAD,
+    sides: dict[str, Candidate], case: Case, *, until: float = math.inf, known: Readings = UNREAD
 ) -> Diagnosis:
-    """What is wrong with ``candidate``, which fails on ``case``. The case itself is looked at where
-    the small problem shows no bug that has a name, unless it is ``until`` by effort.spent(). known:
-    of other cases; where rules were all that these showed, no more is searched for."""
-    look = partial(_asked, {SIDE: candidate} | ({} if other is None else {against: other}))
+    """What is wrong with SIDE, which fails on ``case``. The case itself is looked at where the
+    small problem shows no bug that has a name, unless it is ``until`` by effort.spent(). known: of
+    other cases; where rules were all that these showed, no more is searched for."""
+    candidate, look = sides[SIDE], partial(_asked, sides)
     asked = question_of(candidate.fit(small(case)), clean=True)
     if known.shown:  # what it is for others to agree, first
         best = look(asked, until=0.0, told=known)
@@ -223,8 +218,7 @@ def small(case: Case) -> Case:
         large = max(lengths_q) > 100
         unit = case.block_size if isinstance(case, SparseCase) else 60 if large else 30
         longest = 4 * unit + 6 if unit < 30 else 2 * unit + 10
-        lengths_k = (unit // 2 + 5, longest, 1, unit + 7)
-        lengths_q = lengths_k
+        lengths_q = lengths_k = (unit // 2 + 5, longest, 1, unit + 7)
         if case.lengths_q != case.lengths_k:
             lengths_q, lengths_k = (13, unit + 11, 1, 37), (29, longest, 5, 16)
     plain: dict[str, Any] = {"poisoned": (), "past_q": 0, "past_k": 0, "strided": False}
@@ -349,10 +343,9 @@ def _agree(found: Sequence[Kind], effort: float) -> bool:
     """Whether enough kinds of cases have shown the same bugs, many where another shows others and
     they cost little."""
     said = [{(f.side, f.bug) for f in of.findings if _has_name(f)} for _, of in found]
-    if any(said) and effort > DEAR:
-        return True
     same = max(map(said.count, filter(None, said)), default=0)
-    return same >= (2 if same == len(found) and effort > SETTLED else AGREEING)
+    few = 2 if same == len(found) and effort > SETTLED else AGREEING
+    return same >= (1 if effort > DEAR else few)
 
 
 def _joined(title: str, found: Sequence[Kind]) -> Diagnosis:
@@ -445,9 +438,8 @@ def _expected(question: Question) -> Expected:
     for name in (*OFFSETS, "seqused_k"):
         if inputs[name] is not None:
             inputs[name] = np.asarray(inputs[name], dtype=np.int32)
-    tensors = Tensors(**inputs)
-    if q.sparse:
-        tensors = SparseTensors(**inputs, **{name: getattr(q, name) for name in OF_BLOCKS})
+    lists = {name: getattr(q, name) for name in OF_BLOCKS}
+    tensors = SparseTensors(**inputs, **lists) if q.sparse else Tensors(**inputs)
     return Expected(_case(question), tensors, cast(Any, None), out, lse, targets)
 
 
@@ -469,5 +461,4 @@ def _case(question: Question) -> Case:
 
 
 def _dtype(question: Question, name: str) -> np.dtype:
-    """The dtype of a right result called ``name``."""
     return lse_dtype(question.dtype.name) if name in WIDE else question.dtype

@@ -101,10 +101,8 @@ def _tried(case: Case) -> Iterator[Case]:
 
 
 def with_lengths(case: Case, lengths: Lengths) -> Case:
-    """``case`` with other sequences."""
-    of_q, of_k = lengths
-    used = None if case.seqused_k is None else in_use(of_k)
-    return replace(case, lengths_q=of_q, lengths_k=of_k, seqused_k=used)
+    used = None if case.seqused_k is None else in_use(lengths[1])
+    return replace(case, lengths_q=lengths[0], lengths_k=lengths[1], seqused_k=used)
 
 
 def _fields(asker: Asker, case: Case, question: Question) -> Iterator[Table]:

@@ -238,8 +238,7 @@ class Stage:
             with _searching():
                 bugs += of.bugs(*self.asked)
         bugs = [bug for bug in bugs if self.stage in bug.stages and self.allows(bug)]
-        found = [*self.usual, *self.of_terms, *self.planted(bugs)]
-        found += self.with_other_inputs(bugs)
+        found = [*self.usual, *self.of_terms, *self.planted(bugs), *self.with_other_inputs(bugs)]
         others = self.with_other_inputs(self.listed)
         return [*found, *itertools.takewhile(lambda _: not over(self.until), others)]
 
@@ -269,7 +268,6 @@ class Stage:
         return self.planted(found)
 
     def _changed(self, name: str, guess: Prediction) -> np.ndarray:
-        """Rows that a bug changes."""
         return noise.rows_off(self.pair(name, guess)[1], self.pair(name)[1], self.rows[name], SHARE)
 
     def _held(self, name: str) -> np.ndarray:
@@ -407,11 +405,10 @@ def _verdict(work: Stage, steps: Sequence[Precision]) -> StageVerdict:
     for precision in steps:
         null = work.right_at(precision)
         first = first or null
-        right = good(null)
-        if len(right) == len(work.tensors):
+        if len(right := good(null)) == len(work.tensors):
             return StageVerdict(work, precision.name, right, (), (), null)
         for guesses in work.tiers(precision):
-            verdict = _explain(work, guesses, precision, null, right)
+            verdict = _explain(work, guesses, precision, null)
             loose = best is not None and _generic(work, best.explained)
             same = best is not None and loose and verdict and verdict.left == best.left
             if verdict and (best is None or same or verdict.left < best.left):
@@ -435,13 +432,10 @@ def _generic(work: Stage, explained: Sequence[Explained]) -> bool:
 
 
 def _explain(
-    work: Stage,
-    guesses: Sequence[Prediction],
-    precision: Precision,
-    null: dict[str, Fit],
-    right: tuple[str, ...],
+    work: Stage, guesses: Sequence[Prediction], precision: Precision, null: dict[str, Fit]
 ) -> StageVerdict | None:
     """The bugs that fit all tensors of a stage; else those that fit the most of the wrong ones."""
+    right = good(null)
     wrong = tuple(name for name in work.tensors if name not in right)
     keys: list[Callable[[Prediction], float]] = []
     keys += [partial(work.relative, name=name) for name in work.tensors]

@@ -148,8 +148,7 @@ def _rows(pair: Pair, rows: Sequence[Rows], causal: bool | None) -> Finding | No
 
 def _factor(pair: Pair, causal: bool | None) -> Finding | None:
     """One factor between two sides: which one."""
-    slope = pair.factor
-    if slope is None:
+    if (slope := pair.factor) is None:
         return None
     larger = int(abs(slope) < 1)
     ratio = 1 / slope if larger else slope
@@ -182,18 +181,15 @@ def _structure(pair: Pair) -> Finding:
     if equal.any() and not equal.all():
         said.append(f"they differ in {named('row', np.flatnonzero(~equal))}, not in others")
     said += [f"{p.name} is 0 in all printed entries" for p in pair.both if not p.values.any()]
-    title = "the two sides differ, in no way that these entries explain"
-    side, sure, others = pair.either, "low", tuple[str, ...]()
+    side, title = pair.either, "the two sides differ, in no way that these entries explain"
     if not pair.finite.all():
-        counts = (f"{p.name} {(~np.isfinite(p.values)).sum()}" for p in pair.both)
-        said.insert(0, f"entries that are NaN or infinite: {', '.join(counts)}")
+        counts = [int((~np.isfinite(p.values)).sum()) for p in pair.both]
+        names = (f"{p.name} {count}" for p, count in zip(pair.both, counts, strict=True))
+        said.insert(0, f"entries that are NaN or infinite: {', '.join(names)}")
         title = "NaN or infinity where the other side has numbers"
-        others = ("dead-rows", "masked-tile-nan", "no-max-subtraction")
-        whole = [bool(np.isfinite(p.values).all()) for p in pair.both]
-        side, sure = pair.sides[whole.index(False)] if any(whole) else pair.either, "medium"
+        side = side if all(counts) else pair.sides[counts.index(max(counts))]
     look_at = "whole rows of a small case, dS and P beside the gradients; or save arrays"
-    given = (side, "unknown", pair.title, sure, said, others)
-    return finding(*given, title=title, look_at=look_at)
+    return finding(side, "unknown", pair.title, "low", said, title=title, look_at=look_at)
 
 
 def listed(values: Float64) -> str:
