@@ -1,6 +1,5 @@
 """What a diagnosis knows: the inputs of one attention problem, and what somebody computed of it."""
 
-import re
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
@@ -160,11 +159,6 @@ class Question:
         """For every row its number in its sequence."""
         sequence = self.sequence_of(of)
         return np.asarray(np.arange(len(sequence)) - self.offsets(of)[sequence])
-
-
-def tensors_in(text: str) -> set[str]:
-    """The tensors that a text names."""
-    return {*TENSORS} & {*re.findall(r"\w+", text)}
 
 
 def side_of(tensor: str) -> str:

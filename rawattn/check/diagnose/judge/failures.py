@@ -59,8 +59,7 @@ def explain_failures(
     """What is wrong with ``candidate``, which fails on ``cases``: one diagnosis of them all. Cases
     of the same small problem, but for its dtype, are of one kind; kinds are looked at until enough
     of them say the same, of every dtype one where the first has no name, but none begins after
-    ``seconds``, as ``effort`` counts them. ``other`` is what it was compared with, called
-    ``against``; None is the reference."""
+    ``seconds`` of effort. ``other`` is what it was compared with; None is the reference."""
     kinds: dict[Case, list[Case]] = {}
     for case in sorted(cases, key=_plainness):
         kinds.setdefault(replace(small(case), dtype=""), []).append(case)
@@ -120,31 +119,26 @@ def _explains(candidate: Candidate, diagnosis: Diagnosis, case: Case) -> bool:
     (one,), asked = diagnosis.findings, question_of(candidate.fit(small(case)), clean=True)
     right = dict.fromkeys(asked.stages, NO_BUG)
     gives = partial(_gives, candidate, asked)
-    return gives(right | {**one.planted}) and not gives(right)
+    return gives(right | {**one.planted}) is True and gives(right) is False
 
 
 def _holds(candidate: Candidate, f: Finding, case: Case, lengths: Sequence[int]) -> bool:
-    """Whether what was planted gives the numbers of another problem too."""
+    """Whether what was planted gives the numbers of another problem too, if it can be asked."""
     apart = case.lengths_q != case.lengths_k
     other = with_lengths(small(case), (tuple(lengths), tuple(lengths[:: -1 if apart else 1])))
     asked = question_of(candidate.fit(other), clean=True)
-    return _gives(candidate, asked, f.planted, f.tensors)
+    return _gives(candidate, asked, f.planted, f.tensors) is not False
 
 
 def _gives(
-    candidate: Candidate,
-    asked: Question,
-    bugs: Mapping[str, Bug],
-    names: Collection[str] = TENSORS,
-    otherwise: bool = True,
-) -> bool:
-    """Whether ``candidate`` gives what bugs by stage do; ``otherwise``: where one of the two cannot
-    be asked."""
+    candidate: Candidate, asked: Question, bugs: Mapping[str, Bug], names: Collection[str] = TENSORS
+) -> bool | None:
+    """Whether ``candidate`` gives what bugs by stage do; None where one of both cannot be asked."""
     try:
         answers = answers_of(candidate, asked)
         due = [solve(asked, stage, bug, given=asked.passed) for stage, bug in bugs.items()]
     except Exception:  # of what it throws was told before; a plant may be of its problem alone
-        return otherwise
+        return None
     for name, x in (pair for of in due for pair in of.items()):
         if name in names and name in answers and x.ndim > 1:  # sums over all rows are apart
             found, planted = (by_rows(name, y) for y in (answers[name], x))
@@ -168,8 +162,7 @@ def _least(candidate: Candidate, f: Finding, cases: Sequence[Case]) -> str:
 
 
 def _as_failing(findings: Sequence[Finding]) -> list[Finding]:
-    """Coarse results are no mere note where cases fail and nothing else is found; those whose error
-    is that of an intermediate have a name."""
+    """Coarse results are no mere note where nothing else is found; of an intermediate: a name."""
     if any(one.bug != "rounding" for one in findings):
         return [*findings]
     found = []
@@ -229,9 +222,8 @@ def small(case: Case) -> Case:
 
 
 def question_of(case: Case, seed: int = 0, *, clean: bool = False) -> Question:
-    """The inputs of ``case``; backward passes are given the reference's out and lse. clean: without
-    NaN in keys that are not in use, and without the traps of a sparse case: NaN in what nobody
-    sees, and strange padding."""
+    """The inputs of ``case``; backward passes are given the reference's out and lse. clean: no NaN
+    in keys that are not in use, nor in what nobody sees of a sparse case, and no odd padding."""
     expected = expect(case, seed)
     t = expected.tensors
     given: dict[str, Any] = {name: getattr(t, name) for name in (*ARRAYS, *OFFSETS)}
@@ -309,8 +301,7 @@ def _read(candidate: Candidate, question: Question) -> Readings:
         return None if alone is None else partial(answers_of, alone)
 
     def enough(bug: Bug) -> bool:
-        planted = dict.fromkeys(question.stages, bug)
-        return _gives(candidate, question, planted, otherwise=False)
+        return _gives(candidate, question, dict.fromkeys(question.stages, bug)) is True
 
     return read(question, ask, enough=enough)
 
@@ -340,8 +331,7 @@ Kind = tuple[list[Case], Diagnosis]  # cases of one kind, and what was found
 
 
 def _agree(found: Sequence[Kind], effort: float) -> bool:
-    """Whether enough kinds of cases have shown the same bugs, many where another shows others and
-    they cost little."""
+    """Whether enough kinds of cases show the same bugs: many if others differ, at little cost."""
     said = [{(f.side, f.bug) for f in of.findings if _has_name(f)} for _, of in found]
     same = max(map(said.count, filter(None, said)), default=0)
     few = 2 if same == len(found) and effort > SETTLED else AGREEING
@@ -375,8 +365,7 @@ def _joined(title: str, found: Sequence[Kind]) -> Diagnosis:
         return best + doubted
 
     def rank(what: tuple[str, str, str]) -> tuple[bool, int, bool, bool, int]:
-        """Bugs before what has no name, by confidence, those that give the numbers and rules first,
-        by how often they are shown."""
+        """First what has a name, is surer, gives the numbers, is a rule, is shown more often."""
         planted = any(one.form is not None for one, _ in said[what])
         unsure = confidence(what), not planted, NO_RULE in what[2]
         return what[1] in NAMELESS, *unsure, -len(said[what])

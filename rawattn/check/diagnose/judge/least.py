@@ -1,6 +1,5 @@
 """The smallest problem on which a function fails, and all that is wrong there: what was read of the
-pass, entry by entry, or else the rows of its results. A rule may hold on some lengths alone; this
-is the whole of it."""
+pass, entry by entry, or else the rows of its results. (A rule may hold on some lengths alone.)"""
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
@@ -34,8 +33,7 @@ OF_VALUES = ("out", "sliding out", "dv", "gv", "ddout", "jvp out", "tout")  # as
 
 @dataclass(frozen=True)
 class Asker:
-    """A pass of a candidate alone. question: a problem like a case; answers: what the candidate
-    says to one."""
+    """A pass of a candidate alone; how a case is made a question, and what it says to one."""
 
     candidate: Candidate
     stage: str
@@ -58,8 +56,7 @@ class Asker:
 
 
 def least(asker: Asker, case: Case) -> str:
-    """What is wrong on the smallest problem like ``case`` on which a pass fails, "" if that is not
-    found: its lengths, and what is told of it."""
+    """The lengths of the smallest problem on which a pass fails, and what is wrong; "" for none."""
     shown, said = next(filter(asker.fails, _tried(case)), None), list[str]()
     for moved, one in _moved(asker, shown) if shown else ():
         question = asker.question(one)

@@ -244,8 +244,7 @@ class Stage:
 
     @property
     def of_some_rows(self) -> list[Prediction]:
-        """What a bug gives in the wrong rows, and right ones elsewhere: it is in one head, sequence
-        or tile alone, or in some lanes."""
+        """What a bug gives in wrong rows, right ones elsewhere: of some heads, tiles or lanes."""
         bad = {name: rows for name in self.tensors if (rows := self.bad(name)).sum() >= ROWS}
         found = []
         others = [bug for bug in self.listed if bug not in self.worth] if bad else []
@@ -302,9 +301,8 @@ class Stage:
         return bool(told.size and told.mean() > TELLING)
 
     def leaves(self, guess: Prediction, names: set[str]) -> bool:
-        """Whether a bug of a stage with one kernel does nothing to these tensors, which it does not
-        explain, or what is there as far as it is finite; kernels of backward stages may have it
-        each for itself."""
+        """Whether a bug that does not explain these tensors does nothing to them, or what is there
+        as far as it is finite; kernels of backward stages may have it each for itself."""
         right = self.rights[0].answers
         return self.stage not in ("forward", "jvp") or all(
             np.allclose(guess.answers[name], right[name], equal_nan=True) or self._near(guess, name)
@@ -425,8 +423,7 @@ def _verdict(work: Stage, steps: Sequence[Precision]) -> StageVerdict:
 
 
 def _generic(work: Stage, explained: Sequence[Explained]) -> bool:
-    """Whether what was read off alone tells what is wrong, in words of its own or, of block-sparse
-    attention, by rules, and no listed bug."""
+    """Whether only what was read off tells what is wrong, of block-sparse attention rules too."""
     names = (*LOOSE, "rows-not-written") if work.question.sparse else ("unknown",)
     return all(one.name in names for one in explained)
 

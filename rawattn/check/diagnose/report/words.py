@@ -18,12 +18,8 @@ SURE = {
 
 def as_json(diagnosis: Diagnosis) -> dict[str, Any]:
     """All of it that is text."""
-    told = vars(diagnosis) | {"findings": [_plain(one) for one in diagnosis.findings]}
-    return {"ok": nothing_wrong(diagnosis), **told}
-
-
-def _plain(finding: Finding) -> dict[str, Any]:
-    return {name: x for name, x in vars(finding).items() if name not in UNSAID}
+    said = [{n: x for n, x in vars(one).items() if n not in UNSAID} for one in diagnosis.findings]
+    return {"ok": nothing_wrong(diagnosis), **vars(diagnosis), "findings": said}
 
 
 def nothing_wrong(diagnosis: Diagnosis) -> bool:
