@@ -112,10 +112,9 @@ class Diagnosis:
 
 
 def of_sides(title: str, sides: Mapping[str, Diagnosis]) -> Diagnosis:
-    found = list(sides.values())
     return Diagnosis(
         title,
-        findings=tuple(finding for diagnosis in found for finding in diagnosis.findings),
-        judged=tuple(side for diagnosis in found for side in diagnosis.judged),
-        facts=tuple(dict.fromkeys(fact for one in found for fact in one.facts)),
+        findings=tuple(finding for one in sides.values() for finding in one.findings),
+        judged=tuple(side for one in sides.values() for side in one.judged),
+        facts=tuple(dict.fromkeys(fact for one in sides.values() for fact in one.facts)),
     )

@@ -142,7 +142,6 @@ def sparse_views(
     ``like``: those of the same sequences and heads alone."""
     wanted = None if like is None else {(view.sequence, view.head_kv) for view in like}
     lists = lists_of(question) if lists is None else lists
-    width = np.asarray(question.block_indices).shape[2]
     for b, rows, keys in sequences(question):
         for head_kv in range(question.num_heads_kv):
             if wanted is not None and (b, head_kv) not in wanted:
@@ -150,7 +149,7 @@ def sparse_views(
             heads = heads_of(question, head_kv)
             of = heads * lists.named.shape[1] // question.num_heads_q
             walked, entry, times = lists.keys(b, of)
-            slot = np.where((times > 0) & (entry < width), entry, -1)
+            slot = np.where((times > 0) & (entry < question.slots), entry, -1)
             selections = of if lists.heads is None else lists.heads[heads]
             seen = rows, keys[walked], heads, head_kv, times.astype(np.float64)
             yield View(b, *seen, slot, selections, lists)
