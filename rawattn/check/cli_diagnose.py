@@ -253,11 +253,9 @@ def _of_files(*files: Path) -> Diagnosis:
     paths = " and ".join(saved.path for saved in pair.sides)
     questions = [question for question in pair.questions if question is not None]
     if not questions:
-        notes = [note for saved in pair.sides for note in saved.notes]
-        raise click.UsageError(
-            f"{paths}: there is no q, k and v. Save them with the results: without its inputs no "
-            "result can be computed again" + "".join(f"; {note}" for note in notes)
-        )
+        notes = "".join(f"; {note}" for saved in pair.sides for note in saved.notes)
+        need = "save them with the results, which are computed again from them"
+        raise click.UsageError(f"{paths}: there is no q, k and v: {need}{notes}")
     if not any(saved.answers for saved in pair.sides):
         raise click.UsageError(f"{paths}: there are inputs, but no results (out, lse, dq, ...)")
     identify = max(saved.identify for saved in pair.sides)

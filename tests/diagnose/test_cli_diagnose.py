@@ -277,14 +277,15 @@ def test_what_only_traps_show(candidate: Callable[..., str], calls: list[Any]) -
     """NaN past the end spreads; small problems have none."""
     place = candidate("    return (out, lse) if return_lse else out\n", LEAK)
     judged = replace(load(place, "numpy"), backward=None)
-    found = failures.explain_failure(judged, CASES["edges"])
+    found = failures.explain_failure({failures.SIDE: judged}, CASES["edges"])
     assert len(calls) == 1
     (said,) = [finding.title for finding in found.findings]
     assert said.startswith("NaN in rows of") and "that nobody sees gets into out" in said
 
 
 def test_a_failure_that_cannot_be_seen_again() -> None:
-    (finding,) = failures.explain_failure(whole(sparse=False), CASES["scale"]).findings
+    sides = {failures.SIDE: whole(sparse=False)}
+    (finding,) = failures.explain_failure(sides, CASES["scale"]).findings
     assert finding.bug == "unknown" and "a small problem of its kind" in finding.evidence[0]
 
 

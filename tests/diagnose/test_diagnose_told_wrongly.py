@@ -333,7 +333,7 @@ def in_float64(factor: float) -> Candidate:
 def test_a_wrong_dtype_is_named_and_hides_nothing(factor: float, bugs: list[str]) -> None:
     """7.1 and D3"""
     case = replace(CASES["group8"], lengths_q=(9, 20), lengths_k=(9, 20))
-    found = failures.explain_failure(in_float64(factor), case)
+    found = failures.explain_failure({failures.SIDE: in_float64(factor)}, case)
     assert names(found) == ["wrong-dtype", *bugs]
     assert "out is float64; it must be float16" in told(found)
 

@@ -1,12 +1,13 @@
 """What a diagnosis says, as plain data: for the terminal, for JSON and for the page."""
 
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 
 import numpy as np
 
 from rawattn.check.diagnose.engine.attention import Bug
-from rawattn.check.diagnose.engine.question import STAGES, tensors_in
+from rawattn.check.diagnose.engine.question import STAGES, TENSORS
 
 CONFIDENCE = ("proved", "high", "medium", "low")
 NAMELESS = ("unknown", "vacuous", "rounding")  # findings that name no bug
@@ -34,11 +35,10 @@ class Finding:
     """One thing that is wrong. ``bug`` is a class of ``classes``, or "unknown" or "vacuous".
     confidence: "proved" (an identity that needs no reference fails, and only so), "high" (the bug
     planted in the reference gives the same numbers down to rounding, and no other one does),
-    "medium", "low". evidence: what says most first. ``alternatives`` are bugs that would look the
-    same on this data. form: of the bug that was planted, None where none was; forms: those of its
-    class that look the same here. sight: whom the queries see with it. ``cases`` show it. least:
-    all that is wrong on the smallest problem on which the function fails. planted: bugs of the
-    engine that give the same numbers, by stage."""
+    "medium", "low". evidence: what says most first. ``alternatives`` would look the same on this
+    data. form: of the bug that was planted, None where none was; forms: those of its class that
+    look the same here. sight: whom the queries see with it. ``cases`` show it. least: all that is
+    wrong on the smallest problem that fails. planted: bugs that give the same numbers, by stage."""
 
     side: str
     bug: str
@@ -63,7 +63,7 @@ class Finding:
     @property
     def tensors(self) -> set[str]:
         """Those that it is about."""
-        return tensors_in(self.where)
+        return {*TENSORS} & {*re.findall(r"\w+", self.where)}
 
     @property
     def stages(self) -> list[str]:
@@ -112,11 +112,9 @@ class Diagnosis:
 
 
 def of_sides(title: str, sides: Mapping[str, Diagnosis]) -> Diagnosis:
-    """One diagnosis of several sides."""
-    found = list(sides.values())
     return Diagnosis(
         title,
-        findings=tuple(finding for diagnosis in found for finding in diagnosis.findings),
-        judged=tuple(side for diagnosis in found for side in diagnosis.judged),
-        facts=tuple(dict.fromkeys(fact for one in found for fact in one.facts)),
+        findings=tuple(finding for one in sides.values() for finding in one.findings),
+        judged=tuple(side for one in sides.values() for side in one.judged),
+        facts=tuple(dict.fromkeys(fact for one in sides.values() for fact in one.facts)),
     )

@@ -29,29 +29,19 @@ TILES = (8, 16, 32, 64, 128)
 FIRST = ("forward", "backward")
 BACKWARD = ("backward",)
 FORWARD = ("forward",)
-PROGRAMS = {
-    "forward": (*SCORES, "softmax", "L", "P", "O"),
-    "backward": (
-        *(*SCORES, "bP", "P0", "dP", "D", "dS", "dY", "dQ", "dK", "dV", "sum_heads", "dG", "dsink"),
-    ),
-    "jvp": (*SCORES, "softmax", "L", "P", "P0", "O", "tY", "E", "e", "tP", "tO", "tL"),
-    "second": (
-        *(*SCORES, "bP", "P0", "tY", "E", "e", "tP", "tO", "tL", "dP", "D", "dS", "dY"),
-        *("sum_heads", "tdP", "w", "tdS", "tdY", "gQ", "gK", "gV", "gG", "gsink"),
-    ),
+OF_STAGES = {
+    "forward": "softmax L P O",
+    "backward": "bP P0 dP D dS dY dQ dK dV sum_heads dG dsink",
+    "jvp": "softmax L P P0 O tY E e tP tO tL",
+    "second": "bP P0 tY E e tP tO tL dP D dS dY sum_heads tdP w tdS tdY gQ gK gV gG gsink",
 }
-
+PROGRAMS = {stage: (*SCORES, *steps.split()) for stage, steps in OF_STAGES.items()}
 RESULTS = {  # of a stage, and the steps that give them
     "forward": {"out": "O", "lse": "L"},
-    "backward": {
-        **{"delta": "D", "dq": "dQ", "dk": "dK", "dv": "dV"},
-        **{"dblock_scale": "dG", "dsinks": "dsink"},
-    },
+    "backward": dict(delta="D", dq="dQ", dk="dK", dv="dV", dblock_scale="dG", dsinks="dsink"),
     "jvp": {"jvp out": "O", "tout": "tO", "jvp lse": "L", "tlse": "tL"},
-    "second": {
-        **{"ddout": "tO", "ddlse": "tL", "gq": "gQ", "gk": "gK", "gv": "gV"},
-        **{"gblock_scale": "gG", "gsinks": "gsink"},
-    },
+    "second": dict(ddout="tO", ddlse="tL", gq="gQ", gk="gK", gv="gV")
+    | dict(gblock_scale="gG", gsinks="gsink"),
 }
 OF_A_CALL, OF_A_VIEW, OF_A_SCORE = 0.4, 0.06, 1 / 60_000  # units of effort, of a stage
 OF_LISTS = 5  # times as many, where other blocks are listed
@@ -152,7 +142,6 @@ def sparse_views(
     ``like``: those of the same sequences and heads alone."""
     wanted = None if like is None else {(view.sequence, view.head_kv) for view in like}
     lists = lists_of(question) if lists is None else lists
-    width = np.asarray(question.block_indices).shape[2]
     for b, rows, keys in sequences(question):
         for head_kv in range(question.num_heads_kv):
             if wanted is not None and (b, head_kv) not in wanted:
@@ -160,7 +149,7 @@ def sparse_views(
             heads = heads_of(question, head_kv)
             of = heads * lists.named.shape[1] // question.num_heads_q
             walked, entry, times = lists.keys(b, of)
-            slot = np.where((times > 0) & (entry < width), entry, -1)
+            slot = np.where((times > 0) & (entry < question.slots), entry, -1)
             selections = of if lists.heads is None else lists.heads[heads]
             seen = rows, keys[walked], heads, head_kv, times.astype(np.float64)
             yield View(b, *seen, slot, selections, lists)
@@ -249,9 +238,8 @@ def _stage(asked: Pass, bug: Bug, only: Only | None) -> Answers:
     replaced = [place for place, name in enumerate(names) if name in bug.steps]
     if not replaced:
         return dict(answers)
-    here = (c for c in contexts if only is None or only(c.view))
-    again = (changed(c) for c in here)  # all before the first one stays
-    return _run(asked, again, names[replaced[0] :], bug)
+    again = (changed(c) for c in contexts if only is None or only(c.view))
+    return _run(asked, again, names[replaced[0] :], bug)  # all before the first one stays
 
 
 @lru_cache(maxsize=6)

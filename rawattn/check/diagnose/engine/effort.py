@@ -1,5 +1,4 @@
-"""How much has been computed, in milliseconds or so of one idle core, which ends a search at one
-place on busy machines and on idle ones."""
+"""What was computed, in milliseconds or so of an idle core: no clock, so searches end alike."""
 
 _total = {"spent": 0.0, "cuts": 0.0}
 

@@ -1,6 +1,5 @@
 """What a diagnosis knows: the inputs of one attention problem, and what somebody computed of it."""
 
-import re
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
@@ -28,7 +27,6 @@ BY_TOKENS = {  # what a question has by rows of q and of k
     "q": ("q", "dout", "tq", "out", "dlse", "lse", *LISTS),
     "k": ("k", "v", "tk", "tv"),
 }
-BY_HEADS = ("dlse", *BY_ROW)  # (num_heads_q, tokens)
 
 
 @dataclass(frozen=True, eq=False)
@@ -138,9 +136,8 @@ class Question:
     def stages(self) -> tuple[str, ...]:
         """The stages that there are inputs for."""
         direction = (self.tq, self.tk, self.tv, self.tblock_scale, self.tsinks)
-        moved = any(part is not None for part in direction)
-        second = self.dout is not None and moved
-        there = {"forward": True, "backward": self.dout is not None, "second": second, "jvp": moved}
+        moved, back = any(x is not None for x in direction), self.dout is not None
+        there = {"forward": True, "backward": back, "second": back and moved, "jvp": moved}
         return tuple(stage for stage in STAGES if there[stage])
 
     def offsets(self, of: str) -> np.ndarray:
@@ -164,11 +161,6 @@ class Question:
         return np.asarray(np.arange(len(sequence)) - self.offsets(of)[sequence])
 
 
-def tensors_in(text: str) -> set[str]:
-    """The tensors that a text names."""
-    return {*TENSORS} & {*re.findall(r"\w+", text)}
-
-
 def side_of(tensor: str) -> str:
     """Whether ``tensor`` has rows like "q" or like "k"."""
     return "k" if tensor in ("k", "v", "tk", "tv", *OF_KEYS) else "q"
@@ -185,14 +177,13 @@ def part(
 ) -> tuple[Question, Answers]:
     """Sequences from ``first`` on, and keys ``past`` them with results of 0; no sums over all."""
     changes: dict[str, Any] = {"whole": None}
-    rows, kept = {}, {}
+    rows = {}
     for of in "qk":
         offsets = question.offsets(of)[first : stop + 1]
-        kept[of] = int(offsets[-1] - offsets[0])
         rows[of] = slice(int(offsets[0]), int(offsets[-1]) + past * (of == "k"))
         for name in BY_TOKENS[of]:
             if (x := getattr(question, name)) is not None:
-                changes[name] = x[:, rows[of]] if name in BY_HEADS else x[rows[of]]
+                changes[name] = x[:, rows[of]] if name in ("dlse", "lse") else x[rows[of]]
         changes[f"cu_seqlens_{of}"] = offsets - offsets[0]
     if question.seqused_k is not None:
         changes["seqused_k"] = question.seqused_k[first:stop]
@@ -204,5 +195,5 @@ def part(
         found[name] = x[:, rows["q"]] if name in BY_ROW else x[rows[of]]
         if past and of == "k":
             found[name] = found[name].copy()
-            found[name][kept[of] :] = 0
+            found[name][changes["cu_seqlens_k"][-1] :] = 0
     return replace(question, **changes), found

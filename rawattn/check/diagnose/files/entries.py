@@ -19,17 +19,15 @@ OPTIONAL = ("softmax_scale", "sliding", "softcap")  # may be None
 INTEGERS = (*LENGTHS, "block_indices", "block_counts", "seqused_k", "layout")
 GIVEN = {"out": "given out", "lse": "given lse"}  # fields of Question that share a result's name
 
-# Names in a file besides rawattn's own; upper and lower case, dots and blanks do not matter.
+# Names in a file besides rawattn's own; upper and lower case and separators do not matter.
 ALIASES = {
     **{"q": "query queries", "k": "key keys", "v": "value values"},
-    "cu_seqlens_q": "cu_seq_lens_q qo_indptr cu_seqlens_query cu_seqlens cu_seq_lens indptr offsets"
-    " cu_seqlen",
-    "cu_seqlens_k": "cu_seq_lens_k kv_indptr cu_seqlens_key cu_seqlens_kv",
-    "lengths_q": "seqlens_q seq_lens_q lengths seqlens seq_lens seq_lengths",
-    "lengths_k": "seqlens_k seq_lens_k lengths_kv seqlens_kv",
-    "dout": "do d_out grad_out grad_output grad_o out_grad o_grad d_o",
-    "dlse": "grad_lse lse_grad grad_softmax_lse grad_logsumexp dlogsumexp d_logsumexp d_lse"
-    " dsoftmax_lse d_softmax_lse",
+    "cu_seqlens_q": "qo_indptr cu_seqlens_query cu_seqlens cu_seqlen indptr offsets",
+    "cu_seqlens_k": "kv_indptr cu_seqlens_key cu_seqlens_kv",
+    "lengths_q": "seqlens_q lengths seqlens seq_lengths",
+    "lengths_k": "seqlens_k lengths_kv seqlens_kv",
+    "dout": "do grad_out grad_output grad_o out_grad o_grad",
+    "dlse": "grad_lse lse_grad grad_softmax_lse grad_logsumexp dlogsumexp dsoftmax_lse",
     **{f"t{x}": f"dd{x} {x}_tangent tangent_{x} grad_grad_{x} {x}_dot" for x in "qkv"},
     **{"given out": "out_given passed_out", "given lse": "lse_given passed_lse"},
     "block_indices": "selected_block_indices selected_blocks",
@@ -38,7 +36,7 @@ ALIASES = {
     "causal": "is_causal",
     "window": "window_size",
     "softmax_scale": "scale sm_scale scaling attn_scale",
-    "softcap": "soft_cap logits_soft_cap logit_cap",
+    "softcap": "logits_soft_cap logit_cap",
     "sinks": "sink attn_sink attn_sinks learnable_sink s_aux",
     "tsinks": "ddsinks",
     "seqused_k": "seqlens_used_k cache_seqlens",
@@ -53,7 +51,7 @@ ALIASES = {
 }
 OWN_NAMES = (*(f.name for f in fields(Question) if f.name not in GIVEN), *TENSORS, "layout")
 # They change what is computed into something that there is no reference for.
-FOREIGN = ("dropout_p", "dropout", "alibi_slopes", "bias")
+FOREIGN = ("dropoutp", "dropout", "alibislopes", "bias")
 ENOUGH = 16  # different numbers, all of 16 bits, that are no coincidence
 
 
@@ -77,11 +75,11 @@ def of_file(path: Path) -> tuple[Arrays, dict[str, Any], list[str]]:
 
 def _plain(name: str) -> str:
     """A name without its case and its separators."""
-    return "".join(c if c.isalnum() else "_" for c in name.lower())
+    return "".join(c for c in name.lower() if c.isalnum())
 
 
 _MEANT = {
-    **{alias: name for name, others in ALIASES.items() for alias in others.split()},
+    **{_plain(alias): name for name, others in ALIASES.items() for alias in others.split()},
     **{_plain(name): name for name in (*ALIASES, *OWN_NAMES)},
 }
 
@@ -163,7 +161,6 @@ def narrowed(arrays: Arrays, dtype: np.dtype) -> Arrays:
 
 
 def _floating(name: str, array: np.ndarray) -> np.ndarray:
-    """Numbers in a float dtype."""
     if array.dtype == np.uint16 or array.dtype == np.dtype("V2"):  # as numpy.save writes bfloat16
         return array.view(BFLOAT16)
     if array.dtype == BFLOAT16:

@@ -1,6 +1,5 @@
-"""Questions and answers in .npz files, of one run or two; kernels of any language can be judged.
-What cannot be read is a ValueError; what had to be guessed or left out is a note. Long by what two
-files may lack."""
+"""Questions and answers in .npz files, of one run or two, of kernels of any language. What cannot
+be read is a ValueError; what was guessed or left out is a note. Long by what files may lack."""
 
 import json
 import math

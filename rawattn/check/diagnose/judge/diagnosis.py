@@ -202,14 +202,12 @@ def _found(
     clear = clear and _in_numbers(wrong) and not summed and not form.endswith(match.INEXACT)
     clear = clear and not (name in OF_LENGTHS and _sequences(question, wrong) <= OF_LENGTHS[name])
     clear = clear and "the first tile alone" not in form  # few rows or keys may be in it
-    finding = proofs.finding(
-        *(side, name, f"{where}: {', '.join(wrong or works)}", "high" if clear else "medium"),
-        *(evidence, tuple(others)),
-        title=_title(name, form, must),
-    )
+    where = f"{where}: {', '.join(wrong or works)}"
+    given = side, name, where, "high" if clear else "medium", evidence, tuple(others)
     forms, *more = (part.verdict.forms(name, part.tensors) for part in parts)
     alike = tuple(x for x in forms if all(x in others for others in more))
     planted = {part.verdict.stage: bug for part, bug in zip(parts, bugs, strict=True)}
+    finding = proofs.finding(*given, title=_title(name, form, must))
     sight = sight_of(question, bugs[0])
     return replace(finding, form=form, forms=alike, planted=planted, sight=sight)
 

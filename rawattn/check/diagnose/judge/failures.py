@@ -42,7 +42,6 @@ SURE = ("high", "medium")
 FURTHER = ((21, 3, 50, 0, 38), (70, 9, 33))  # lengths of what is asked once more
 UNUSED: dict[str, Any] = {"seqused_k": None, "sinks": False, "softcap": None, "causal": False}
 UNUSED |= {"window": (-1, -1), "own": False, "gate": False, "counts": False}
-OF_MASKS = ("causal", "window")
 LEAST = 3  # kinds of cases that are made smaller
 OFFSETS = ("cu_seqlens_q", "cu_seqlens_k")
 OPTIONAL = ("sinks", "tsinks", "seqused_k")
@@ -60,11 +59,11 @@ def explain_failures(
     """What is wrong with ``candidate``, which fails on ``cases``: one diagnosis of them all. Cases
     of the same small problem, but for its dtype, are of one kind; kinds are looked at until enough
     of them say the same, of every dtype one where the first has no name, but none begins after
-    ``seconds``, as ``effort`` counts them. ``other`` is what it was compared with, called
-    ``against``; None is the reference."""
+    ``seconds`` of effort. ``other`` is what it was compared with; None is the reference."""
     kinds: dict[Case, list[Case]] = {}
     for case in sorted(cases, key=_plainness):
         kinds.setdefault(replace(small(case), dtype=""), []).append(case)
+    sides = {SIDE: candidate} | ({} if other is None else {against: other})
     begun = spent()
     until = begun + 1000 * seconds
     found: list[Kind] = []
@@ -76,7 +75,7 @@ def explain_failures(
         if lost and kind[0].dtype in dtypes:
             continue
         dtypes |= {kind[0].dtype} if lost else set()
-        asked = partial(explain_failure, candidate, kind[0], other, against=against)
+        asked = partial(explain_failure, sides, kind[0])
         again = (of for _, of in found if other is None and _explains(candidate, of, kind[0]))
         diagnosis = next(again, None) or asked(until=0.0 if lost else until, known=known)
         sure = [f for f in diagnosis.findings if f.confidence in SURE and not f.alternatives]
@@ -87,9 +86,7 @@ def explain_failures(
     joined = _joined(f"{candidate.name} against {against}", found)
     findings = _as_failing(joined.findings)
     every = {str(case): case for kind, _ in found for case in kind}
-    for first in (
-        one for one in findings[:1] if one.side == SIDE
-    ):  # its first case is the one that it is told of
+    if findings and (first := findings[0]).side == SIDE:
         findings[0] = _asked_once_more(candidate, first, [every[name] for name in first.cases])
     return replace(joined, findings=tuple(findings))
 
@@ -108,7 +105,8 @@ def _lacking(candidate: Candidate, f: Finding, case: Case) -> Iterator[str]:
     if any(not _holds(candidate, f, case, lengths) for lengths in FURTHER):
         yield "at other lengths"
     for name, unused in UNUSED.items():
-        about = name.partition("_")[0] in f.bug or (f.bug == "pairs-dropped" and name in OF_MASKS)
+        of_mask = f.bug == "pairs-dropped" and name in ("causal", "window")
+        about = of_mask or name.partition("_")[0] in f.bug
         there = getattr(case, name, unused) != unused and not about
         if there and not _holds(candidate, f, replace(case, **{name: unused}), FURTHER[0]):
             yield f"without {name}"
@@ -120,32 +118,27 @@ def _explains(candidate: Candidate, diagnosis: Diagnosis, case: Case) -> bool:
         return False
     (one,), asked = diagnosis.findings, question_of(candidate.fit(small(case)), clean=True)
     right = dict.fromkeys(asked.stages, NO_BUG)
-    planted = bool(one.planted) and _gives(candidate, asked, right | {**one.planted})
-    return planted and not _gives(candidate, asked, right)
+    gives = partial(_gives, candidate, asked)
+    return gives(right | {**one.planted}) is True and gives(right) is False
 
 
 def _holds(candidate: Candidate, f: Finding, case: Case, lengths: Sequence[int]) -> bool:
-    """Whether what was planted gives the numbers of another problem too."""
+    """Whether what was planted gives the numbers of another problem too, if it can be asked."""
     apart = case.lengths_q != case.lengths_k
     other = with_lengths(small(case), (tuple(lengths), tuple(lengths[:: -1 if apart else 1])))
     asked = question_of(candidate.fit(other), clean=True)
-    return _gives(candidate, asked, f.planted, f.tensors)
+    return _gives(candidate, asked, f.planted, f.tensors) is not False
 
 
 def _gives(
-    candidate: Candidate,
-    asked: Question,
-    bugs: Mapping[str, Bug],
-    names: Collection[str] = TENSORS,
-    otherwise: bool = True,
-) -> bool:
-    """Whether ``candidate`` gives what bugs by stage do; ``otherwise``: where one of the two cannot
-    be asked."""
+    candidate: Candidate, asked: Question, bugs: Mapping[str, Bug], names: Collection[str] = TENSORS
+) -> bool | None:
+    """Whether ``candidate`` gives what bugs by stage do; None where one of both cannot be asked."""
     try:
         answers = answers_of(candidate, asked)
         due = [solve(asked, stage, bug, given=asked.passed) for stage, bug in bugs.items()]
     except Exception:  # of what it throws was told before; a plant may be of its problem alone
-        return otherwise
+        return None
     for name, x in (pair for of in due for pair in of.items()):
         if name in names and name in answers and x.ndim > 1:  # sums over all rows are apart
             found, planted = (by_rows(name, y) for y in (answers[name], x))
@@ -169,8 +162,7 @@ def _least(candidate: Candidate, f: Finding, cases: Sequence[Case]) -> str:
 
 
 def _as_failing(findings: Sequence[Finding]) -> list[Finding]:
-    """Coarse results are no mere note where cases fail and nothing else is found; those whose error
-    is that of an intermediate have a name."""
+    """Coarse results are no mere note where nothing else is found; of an intermediate: a name."""
     if any(one.bug != "rounding" for one in findings):
         return [*findings]
     found = []
@@ -183,18 +175,12 @@ def _as_failing(findings: Sequence[Finding]) -> list[Finding]:
 
 
 def explain_failure(
-    candidate: Candidate,
-    case: Case,
-    other: Candidate | None = None,
-    *,
-    against: str = "reference",
-    until: float = math.inf,
-    known: Readings = UNREAD,
+    sides: dict[str, Candidate], case: Case, *, until: float = math.inf, known: Readings = UNREAD
 ) -> Diagnosis:
-    """What is wrong with ``candidate``, which fails on ``case``. The case itself is looked at where
-    the small problem shows no bug that has a name, unless it is ``until`` by effort.spent(). known:
-    of other cases; where rules were all that these showed, no more is searched for."""
-    look = partial(_asked, {SIDE: candidate} | ({} if other is None else {against: other}))
+    """What is wrong with SIDE, which fails on ``case``. The case itself is looked at where the
+    small problem shows no bug that has a name, unless it is ``until`` by effort.spent(). known: of
+    other cases; where rules were all that these showed, no more is searched for."""
+    candidate, look = sides[SIDE], partial(_asked, sides)
     asked = question_of(candidate.fit(small(case)), clean=True)
     if known.shown:  # what it is for others to agree, first
         best = look(asked, until=0.0, told=known)
@@ -225,8 +211,7 @@ def small(case: Case) -> Case:
         large = max(lengths_q) > 100
         unit = case.block_size if isinstance(case, SparseCase) else 60 if large else 30
         longest = 4 * unit + 6 if unit < 30 else 2 * unit + 10
-        lengths_k = (unit // 2 + 5, longest, 1, unit + 7)
-        lengths_q = lengths_k
+        lengths_q = lengths_k = (unit // 2 + 5, longest, 1, unit + 7)
         if case.lengths_q != case.lengths_k:
             lengths_q, lengths_k = (13, unit + 11, 1, 37), (29, longest, 5, 16)
     plain: dict[str, Any] = {"poisoned": (), "past_q": 0, "past_k": 0, "strided": False}
@@ -237,9 +222,8 @@ def small(case: Case) -> Case:
 
 
 def question_of(case: Case, seed: int = 0, *, clean: bool = False) -> Question:
-    """The inputs of ``case``; backward passes are given the reference's out and lse. clean: without
-    NaN in keys that are not in use, and without the traps of a sparse case: NaN in what nobody
-    sees, and strange padding."""
+    """The inputs of ``case``; backward passes are given the reference's out and lse. clean: no NaN
+    in keys that are not in use, nor in what nobody sees of a sparse case, and no odd padding."""
     expected = expect(case, seed)
     t = expected.tensors
     given: dict[str, Any] = {name: getattr(t, name) for name in (*ARRAYS, *OFFSETS)}
@@ -317,8 +301,7 @@ def _read(candidate: Candidate, question: Question) -> Readings:
         return None if alone is None else partial(answers_of, alone)
 
     def enough(bug: Bug) -> bool:
-        planted = dict.fromkeys(question.stages, bug)
-        return _gives(candidate, question, planted, otherwise=False)
+        return _gives(candidate, question, dict.fromkeys(question.stages, bug)) is True
 
     return read(question, ask, enough=enough)
 
@@ -348,13 +331,11 @@ Kind = tuple[list[Case], Diagnosis]  # cases of one kind, and what was found
 
 
 def _agree(found: Sequence[Kind], effort: float) -> bool:
-    """Whether enough kinds of cases have shown the same bugs, many where another shows others and
-    they cost little."""
+    """Whether enough kinds of cases show the same bugs: many if others differ, at little cost."""
     said = [{(f.side, f.bug) for f in of.findings if _has_name(f)} for _, of in found]
-    if any(said) and effort > DEAR:
-        return True
     same = max(map(said.count, filter(None, said)), default=0)
-    return same >= (2 if same == len(found) and effort > SETTLED else AGREEING)
+    few = 2 if same == len(found) and effort > SETTLED else AGREEING
+    return same >= (1 if effort > DEAR else few)
 
 
 def _joined(title: str, found: Sequence[Kind]) -> Diagnosis:
@@ -384,8 +365,7 @@ def _joined(title: str, found: Sequence[Kind]) -> Diagnosis:
         return best + doubted
 
     def rank(what: tuple[str, str, str]) -> tuple[bool, int, bool, bool, int]:
-        """Bugs before what has no name, by confidence, those that give the numbers and rules first,
-        by how often they are shown."""
+        """First what has a name, is surer, gives the numbers, is a rule, is shown more often."""
         planted = any(one.form is not None for one, _ in said[what])
         unsure = confidence(what), not planted, NO_RULE in what[2]
         return what[1] in NAMELESS, *unsure, -len(said[what])
@@ -447,20 +427,17 @@ def _expected(question: Question) -> Expected:
     for name in (*OFFSETS, "seqused_k"):
         if inputs[name] is not None:
             inputs[name] = np.asarray(inputs[name], dtype=np.int32)
-    tensors = Tensors(**inputs)
-    if q.sparse:
-        tensors = SparseTensors(**inputs, **{name: getattr(q, name) for name in OF_BLOCKS})
+    lists = {name: getattr(q, name) for name in OF_BLOCKS}
+    tensors = SparseTensors(**inputs, **lists) if q.sparse else Tensors(**inputs)
     return Expected(_case(question), tensors, cast(Any, None), out, lse, targets)
 
 
 def _case(question: Question) -> Case:
     """A case with the options of a question, which are all that candidates are told of it."""
     q, lengths_k = question, tuple(int(n) for n in np.diff(question.cu_seqlens_k))
-    options: dict[str, Any] = {
-        **{"lengths_q": q.lengths_q, "lengths_k": lengths_k},
-        **{"past_q": len(q.q) - sum(q.lengths_q), "past_k": len(q.k) - sum(lengths_k)},
-        **{"causal": q.causal, "softmax_scale": q.softmax_scale},
-    }
+    options: dict[str, Any] = {"causal": q.causal, "softmax_scale": q.softmax_scale}
+    options |= {"lengths_q": q.lengths_q, "past_q": len(q.q) - sum(q.lengths_q)}
+    options |= {"lengths_k": lengths_k, "past_k": len(q.k) - sum(lengths_k)}
     if not q.sparse:
         used = None if q.seqused_k is None else q.lengths_k
         options |= {"softcap": q.softcap, "sinks": q.sinks is not None, "window": q.window}
@@ -473,5 +450,4 @@ def _case(question: Question) -> Case:
 
 
 def _dtype(question: Question, name: str) -> np.dtype:
-    """The dtype of a right result called ``name``."""
     return lse_dtype(question.dtype.name) if name in WIDE else question.dtype

@@ -1,6 +1,5 @@
 """The smallest problem on which a function fails, and all that is wrong there: what was read of the
-pass, entry by entry, or else the rows of its results. A rule may hold on some lengths alone; this
-is the whole of it."""
+pass, entry by entry, or else the rows of its results. (A rule may hold on some lengths alone.)"""
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
@@ -34,8 +33,7 @@ OF_VALUES = ("out", "sliding out", "dv", "gv", "ddout", "jvp out", "tout")  # as
 
 @dataclass(frozen=True)
 class Asker:
-    """A pass of a candidate alone. question: a problem like a case; answers: what the candidate
-    says to one."""
+    """A pass of a candidate alone; how a case is made a question, and what it says to one."""
 
     candidate: Candidate
     stage: str
@@ -58,8 +56,7 @@ class Asker:
 
 
 def least(asker: Asker, case: Case) -> str:
-    """What is wrong on the smallest problem like ``case`` on which a pass fails, "" if that is not
-    found: its lengths, and what is told of it."""
+    """The lengths of the smallest problem on which a pass fails, and what is wrong; "" for none."""
     shown, said = next(filter(asker.fails, _tried(case)), None), list[str]()
     for moved, one in _moved(asker, shown) if shown else ():
         question = asker.question(one)
@@ -74,11 +71,10 @@ def _moved(asker: Asker, case: Case) -> list[tuple[str, Case]]:
         return [("", case)]
     names = (name for name in ("sinks_direction", "gate_direction") if hasattr(case, name))
     still: dict[str, Any] = dict.fromkeys(names, False)
-    alone = {}
+    shown = []
     for n, name in enumerate("qkv"):
         one = replace(case, direction=(n == 0, n == 1, n == 2), **still)
-        alone[f"with {MOVED[asker.stage]}{name} alone "] = one
-    shown = [(name, one) for name, one in alone.items() if asker.fails(one)]
+        shown += [(f"with {MOVED[asker.stage]}{name} alone ", one)] if asker.fails(one) else []
     return shown or [("", case)]
 
 
@@ -102,10 +98,8 @@ def _tried(case: Case) -> Iterator[Case]:
 
 
 def with_lengths(case: Case, lengths: Lengths) -> Case:
-    """``case`` with other sequences."""
-    of_q, of_k = lengths
-    used = None if case.seqused_k is None else in_use(of_k)
-    return replace(case, lengths_q=of_q, lengths_k=of_k, seqused_k=used)
+    used = None if case.seqused_k is None else in_use(lengths[1])
+    return replace(case, lengths_q=lengths[0], lengths_k=lengths[1], seqused_k=used)
 
 
 def _fields(asker: Asker, case: Case, question: Question) -> Iterator[Table]:

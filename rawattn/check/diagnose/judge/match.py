@@ -204,7 +204,9 @@ class Stage:
     def usual(self) -> list[Prediction]:
         """Predictions with each bug that is listed, that other stages have, or of one term."""
         more = terms.single(*self.asked) if self.stage != "forward" else []
-        return [*self.planted(self.worth), *self.hinted, *self.planted(more)]
+        with warnings.catch_warnings(action="ignore", category=SearchFailed):
+            hinted = self.planted(self.hints)  # of problems that may have other heads
+        return [*self.planted(self.worth), *hinted, *self.planted(more)]
 
     @cached_property
     def worth(self) -> list[Bug]:
@@ -214,13 +216,6 @@ class Stage:
             with _searching():
                 found += [bug] if sample.allows(bug) else []
         return found
-
-    @cached_property
-    def hinted(self) -> list[Prediction]:
-        """Of what other stages or problems have, which may have heads that are not here."""
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore", SearchFailed)
-            return self.planted(self.hints)
 
     @cached_property
     def of_terms(self) -> list[Prediction]:
@@ -243,15 +238,13 @@ class Stage:
             with _searching():
                 bugs += of.bugs(*self.asked)
         bugs = [bug for bug in bugs if self.stage in bug.stages and self.allows(bug)]
-        found = [*self.usual, *self.of_terms, *self.planted(bugs)]
-        found += self.with_other_inputs(bugs)
+        found = [*self.usual, *self.of_terms, *self.planted(bugs), *self.with_other_inputs(bugs)]
         others = self.with_other_inputs(self.listed)
         return [*found, *itertools.takewhile(lambda _: not over(self.until), others)]
 
     @property
     def of_some_rows(self) -> list[Prediction]:
-        """What a bug gives in the wrong rows, and right ones elsewhere: it is in one head, sequence
-        or tile alone, or in some lanes."""
+        """What a bug gives in wrong rows, right ones elsewhere: of some heads, tiles or lanes."""
         bad = {name: rows for name in self.tensors if (rows := self.bad(name)).sum() >= ROWS}
         found = []
         others = [bug for bug in self.listed if bug not in self.worth] if bad else []
@@ -274,7 +267,6 @@ class Stage:
         return self.planted(found)
 
     def _changed(self, name: str, guess: Prediction) -> np.ndarray:
-        """Rows that a bug changes."""
         return noise.rows_off(self.pair(name, guess)[1], self.pair(name)[1], self.rows[name], SHARE)
 
     def _held(self, name: str) -> np.ndarray:
@@ -309,9 +301,8 @@ class Stage:
         return bool(told.size and told.mean() > TELLING)
 
     def leaves(self, guess: Prediction, names: set[str]) -> bool:
-        """Whether a bug of a stage with one kernel does nothing to these tensors, which it does not
-        explain, or what is there as far as it is finite; kernels of backward stages may have it
-        each for itself."""
+        """Whether a bug that does not explain these tensors does nothing to them, or what is there
+        as far as it is finite; kernels of backward stages may have it each for itself."""
         right = self.rights[0].answers
         return self.stage not in ("forward", "jvp") or all(
             np.allclose(guess.answers[name], right[name], equal_nan=True) or self._near(guess, name)
@@ -412,11 +403,10 @@ def _verdict(work: Stage, steps: Sequence[Precision]) -> StageVerdict:
     for precision in steps:
         null = work.right_at(precision)
         first = first or null
-        right = good(null)
-        if len(right) == len(work.tensors):
+        if len(right := good(null)) == len(work.tensors):
             return StageVerdict(work, precision.name, right, (), (), null)
         for guesses in work.tiers(precision):
-            verdict = _explain(work, guesses, precision, null, right)
+            verdict = _explain(work, guesses, precision, null)
             loose = best is not None and _generic(work, best.explained)
             same = best is not None and loose and verdict and verdict.left == best.left
             if verdict and (best is None or same or verdict.left < best.left):
@@ -433,20 +423,16 @@ def _verdict(work: Stage, steps: Sequence[Precision]) -> StageVerdict:
 
 
 def _generic(work: Stage, explained: Sequence[Explained]) -> bool:
-    """Whether what was read off alone tells what is wrong, in words of its own or, of block-sparse
-    attention, by rules, and no listed bug."""
+    """Whether only what was read off tells what is wrong, of block-sparse attention rules too."""
     names = (*LOOSE, "rows-not-written") if work.question.sparse else ("unknown",)
     return all(one.name in names for one in explained)
 
 
 def _explain(
-    work: Stage,
-    guesses: Sequence[Prediction],
-    precision: Precision,
-    null: dict[str, Fit],
-    right: tuple[str, ...],
+    work: Stage, guesses: Sequence[Prediction], precision: Precision, null: dict[str, Fit]
 ) -> StageVerdict | None:
     """The bugs that fit all tensors of a stage; else those that fit the most of the wrong ones."""
+    right = good(null)
     wrong = tuple(name for name in work.tensors if name not in right)
     keys: list[Callable[[Prediction], float]] = []
     keys += [partial(work.relative, name=name) for name in work.tensors]

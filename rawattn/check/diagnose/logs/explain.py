@@ -147,21 +147,15 @@ def _rows(pair: Pair, rows: Sequence[Rows], causal: bool | None) -> Finding | No
 
 
 def _factor(pair: Pair, causal: bool | None) -> Finding | None:
-    """One factor between two sides, or of P between their scores: which one."""
-    power = pair.power if pair.factor is None else None
-    slope = pair.factor if power is None else power
-    if slope is None:
+    """One factor between two sides: which one."""
+    if (slope := pair.factor) is None:
         return None
     larger = int(abs(slope) < 1)
     ratio = 1 / slope if larger else slope
     side, other = pair.sides[larger], pair.sides[1 - larger]
     where, shape = pair.both[larger].name, pair.a.values.shape
-    what = pair.title if power is None else f"log of {pair.title}, less its mean in each row,"
-    said = [f"{what} = {slope:.4g} on the {pair.a.values.size} entries that both print, a constant"]
-    if power is not None:
-        root = f" = sqrt({round(ratio**2)})" if _near(ratio**2, round(ratio**2)) else ""
-        said.append(f"the scores of {side} are {ratio:.4g}{root} times those of {other}")
-        return finding(side, "score-scale", where, "medium", said)
+    count = pair.a.values.size
+    said = [f"{pair.title} = {slope:.4g} on the {count} entries that both print, a constant"]
     if pair.kind == "lse" and _near(ratio, LOG2_E):
         return finding(side, "lse-base-2", where, "high", [*said, f"log2(e) = {LOG2_E:.4f}"])
     if pair.kind in ("dQ", "dK") and pair.a.whole and _near(ratio, math.sqrt(shape[-1])):
@@ -187,18 +181,15 @@ def _structure(pair: Pair) -> Finding:
     if equal.any() and not equal.all():
         said.append(f"they differ in {named('row', np.flatnonzero(~equal))}, not in others")
     said += [f"{p.name} is 0 in all printed entries" for p in pair.both if not p.values.any()]
-    title = "the two sides differ, in no way that these entries explain"
-    side, sure, others = pair.either, "low", tuple[str, ...]()
+    side, title = pair.either, "the two sides differ, in no way that these entries explain"
     if not pair.finite.all():
-        counts = (f"{p.name} {(~np.isfinite(p.values)).sum()}" for p in pair.both)
-        said.insert(0, f"entries that are NaN or infinite: {', '.join(counts)}")
+        counts = [int((~np.isfinite(p.values)).sum()) for p in pair.both]
+        names = (f"{p.name} {count}" for p, count in zip(pair.both, counts, strict=True))
+        said.insert(0, f"entries that are NaN or infinite: {', '.join(names)}")
         title = "NaN or infinity where the other side has numbers"
-        others = ("dead-rows", "masked-tile-nan", "no-max-subtraction")
-        whole = [bool(np.isfinite(p.values).all()) for p in pair.both]
-        side, sure = pair.sides[whole.index(False)] if any(whole) else pair.either, "medium"
+        side = side if all(counts) else pair.sides[counts.index(max(counts))]
     look_at = "whole rows of a small case, dS and P beside the gradients; or save arrays"
-    given = (side, "unknown", pair.title, sure, said, others)
-    return finding(*given, title=title, look_at=look_at)
+    return finding(side, "unknown", pair.title, "low", said, title=title, look_at=look_at)
 
 
 def listed(values: Float64) -> str:

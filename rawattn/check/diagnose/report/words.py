@@ -1,10 +1,6 @@
 """A diagnosis in words, and as plain data for ``--json``; what a class of bugs is."""
 
-import math
-from dataclasses import asdict, replace
 from typing import Any
-
-import numpy as np
 
 from rawattn.check.diagnose.catalogue.classes import CLASSES
 from rawattn.check.diagnose.findings import Diagnosis, Finding
@@ -21,16 +17,9 @@ SURE = {
 
 
 def as_json(diagnosis: Diagnosis) -> dict[str, Any]:
-    """All of it; numbers that JSON lacks (nan, inf) are null."""
-    plain = tuple(replace(one, sight=None, planted={}) for one in diagnosis.findings)
-    told = asdict(replace(diagnosis, findings=plain), dict_factory=_plain)
-    return {"ok": nothing_wrong(diagnosis), **told}
-
-
-def _plain(items: list[tuple[str, Any]]) -> dict[str, Any]:
-    """What JSON has for a dataclass."""
-    kept = ((n, x.item() if isinstance(x, np.generic) else x) for n, x in items if n not in UNSAID)
-    return {n: None if isinstance(x, float) and not math.isfinite(x) else x for n, x in kept}
+    """All of it that is text."""
+    said = [{n: x for n, x in vars(one).items() if n not in UNSAID} for one in diagnosis.findings]
+    return {"ok": nothing_wrong(diagnosis), **vars(diagnosis), "findings": said}
 
 
 def nothing_wrong(diagnosis: Diagnosis) -> bool:
