@@ -26,7 +26,12 @@ Row = tuple[str, str, tuple[str, ...], Mapping[str, Step]]
 
 def bugs(question: Question, different: Callable[[See], bool]) -> Iterator[Bug]:
     """Every bug of the catalogue that can matter for the question."""
-    rows = [*GRADIENTS, *_shares(question)]
+    rows = [*GRADIENTS]
+    heads = question.num_heads_q // np.asarray(question.block_indices).shape[1]
+    others = [0] * (heads - 1)
+    for words, share in ("the last head", [*others, 1]), ("the first head", [1, *others]):
+        steps = {name: partial(_shared, share, name) for name in ("dG", "gG")}
+        rows += [("sparse-gate-not-summed", words, BEYOND, steps)] if heads > 1 else []
     rows += DIRECTIONS if question.tblock_scale is not None else ()
     rows += LEFT_OUT if np.any(np.asarray(question.block_scale) != 1) else ()
     yield from (Bug(name, words, stages, steps=steps) for name, words, stages, steps in rows)
@@ -92,18 +97,9 @@ def _gate_by(by: maps.Map, c: Context) -> Floats | float:
     return per_key(c.view, whole(c.question, None, "dblock_scale", "block_scale", by), 1.0)
 
 
-def _shares(question: Question) -> Iterator[Row]:
+def _shared(share: Sequence[int], name: str, c: Context) -> Floats:
     """Of the heads of a selection some shares of the gradient."""
-    heads = question.num_heads_q // np.asarray(question.block_indices).shape[1]
-    number = np.arange(heads)
-    shares = {"the last head": number == heads - 1, "the first head": number == 0}
-    for text, share in shares.items() if heads > 1 else ():
-        steps = {name: partial(_shared, share, name) for name in ("dG", "gG")}
-        yield "sparse-gate-not-summed", text, BEYOND, steps
-
-
-def _shared(share: Floats, name: str, c: Context) -> Floats:
-    return np.asarray(share[c.view.heads % len(share), None, None] * STEPS[name](c))
+    return np.asarray(np.array(share)[c.view.heads % len(share), None, None] * STEPS[name](c))
 
 
 # for slots (heads, n, m), -1 of the own block where none names it, of so many others; own: keys of
@@ -127,23 +123,13 @@ def _in_slots(of: Slots, question: Question, view: View) -> View:
     return replace(view, slot=slot)
 
 
-def _by_place(own: bool, question: Question, views: Sequence[View]) -> Sequence[View]:
-    """Views with factors by a block's place among those walked, ascending; ``own``: its own too."""
-    if not views or views[0].lists is None or not question.slots:
-        return views
-    x, entry = views[0].lists, np.arange(question.slots + 1)
-    here = np.broadcast_to(x.own_block, (*x.named.shape[:2], 1))
-    block = np.concatenate([x.named, here], axis=2)
-    walked = (x.walked > 0) & (own | (entry < question.slots))
-    walked &= (block <= here) | (not question.causal)
-    place = ((block[..., None, :] < block[..., None]) & walked[..., None, :]).sum(axis=3)
-    place = np.minimum(place, question.slots - 1)
-    found = []
-    for view in views:
-        slot, selections = np.asarray(view.slot), np.asarray(view.selections)[:, None, None]
-        taken = place[view.rows[:, None], selections, np.maximum(slot, 0)]
-        found.append(replace(view, slot=np.where(slot < 0, slot, taken)))
-    return found
+def _by_place(own: bool, question: Question, view: View) -> View:
+    """A view with factors by a block's place in the sorted walk; ``own``: its own block counts."""
+    if view.slot is None or not question.slots:
+        return view
+    walked = replace(view, weight=view.weight * (own | (view.slot >= 0)))
+    place, _ = walks.in_walk(walks.ORDERS["blocks ascending"], question, walked)
+    return replace(view, slot=np.where(view.slot < 0, -1, np.minimum(place, question.slots - 1)))
 
 
 def _unsorted(order: walks.Order, back: bool, question: Question, view: View) -> View:
@@ -197,6 +183,6 @@ OTHERS: dict[str, See] = {
     "blocks ascending": listed(partial(_sorted, lambda x: x.named)),
     "padding last": listed(partial(_sorted, lambda x: ~x.is_block)),
     "of a block that is named twice that of the last slot": listed(_of_the_last),
-    PLACE: partial(_by_place, False),
-    f"{PLACE}, the own one among them": partial(_by_place, True),
+    PLACE: each(_by_place, False),
+    f"{PLACE}, the own one among them": each(_by_place, True),
 }

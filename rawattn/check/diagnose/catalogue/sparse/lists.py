@@ -62,15 +62,6 @@ def _again(slots: bool = False, own: bool = False, apart: bool = False) -> Chang
     return change
 
 
-def _at_most(count: int, own_first: bool, x: Lists) -> Lists:
-    """So many blocks of a query's walk, where an own block that no slot names is first, or last."""
-    there = x.walked > 0
-    there[..., :-1] &= ~(x.cut[..., :-1] & (x.named > x.own_block))
-    there = np.roll(there, own_first, axis=2)
-    kept = np.roll(np.cumsum(there, axis=2) <= count, -own_first, axis=2)
-    return replace(x, times=x.walked * kept)
-
-
 def _uncut(free: Callable[[Ints, Ints], Any]) -> Change:
     """Entries that are not cut at the query: by whether they are slots, and name the own block."""
 
@@ -142,9 +133,6 @@ def rows(question: Question) -> Iterator[Row]:
     for size in sorted({question.block_size // 2, 2 * question.block_size} - {0}):
         words = f"blocks of {size} keys in place of {question.block_size}"
         yield ("wrong-keys", words, partial(replace, size=size))
-    for count, own in product(range(1, question.slots + question.own), ("last", "first")):
-        text = f"behind {count} blocks, an own one that no slot names {own}"
-        yield (CUT, text, partial(_at_most, count, own == "first"))
     selections = np.asarray(question.block_indices).shape[1]
     right = np.arange(question.num_heads_q) * selections // question.num_heads_q
     for words, of in maps.other_heads(right, selections, question.group).items():
