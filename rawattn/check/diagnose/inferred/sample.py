@@ -5,7 +5,16 @@ from collections.abc import Callable, Iterable
 
 import numpy as np
 
-from rawattn.check.diagnose.engine.attention import Bug, Floats, Given, Passed, Store, View, solve
+from rawattn.check.diagnose.engine.attention import (
+    Bug,
+    Floats,
+    Given,
+    Only,
+    Passed,
+    Store,
+    View,
+    solve,
+)
 from rawattn.check.diagnose.engine.effort import over
 from rawattn.check.diagnose.engine.question import BY_ROW, STAGES, Answers, Question, by_rows
 from rawattn.check.diagnose.evidence import precision
@@ -116,9 +125,11 @@ class Sample:
 
     def _of(self, bug: Bug) -> dict[str, float]:
         """What a bug leaves of the sample's wrong answers."""
+        return self._distances(self._planted(bug, self.has))
+
+    def _planted(self, bug: Bug, only: Only | None = None) -> Answers:
         with np.errstate(all="ignore"):
-            answers = solve(self.question, self.stage, bug, given=self.given, only=self.has)
-        return self._distances(answers)
+            return solve(self.question, self.stage, bug, given=self.given, only=only)
 
     def near(self, bugs: Iterable[Bug], each: int, until: float) -> list[Bug]:
         """Of those that come near on one of the wrong answers so many for each of these, by all of
@@ -140,14 +151,9 @@ class Sample:
             if len(first) > each:
                 same = sum(one[0][name] <= first[0][0][name] for one in first)
                 first = first[: max(LOOKED_AT, min(same, ALIKE))]
-                first.sort(key=lambda one: self._planted(one[1], name))
+                first.sort(key=lambda one: self.of_all(name, self._planted(one[1])[name]))
             best |= {id(bug): bug for _, bug in first[:each]}
         return list(best.values())
-
-    def _planted(self, bug: Bug, name: str) -> float:
-        with np.errstate(all="ignore"):
-            answers = solve(self.question, self.stage, bug, given=self.given)
-        return self.of_all(name, answers[name])
 
     def of_all(self, name: str, wanted: Floats) -> float:
         """What a prediction leaves of all of an answer, not of the sample alone."""

@@ -154,10 +154,9 @@ def _kept(order: Order, share: Share, lot: int, question: Question, view: View) 
     return replace(view, weight=view.weight * share(place, count, lot))
 
 
-BY_PLACE = {  # arrays that have a row for the place in a list, and the steps that read them
-    **{"q": "Y dK", "dout": "dP dV", "lse": "bP", "delta": "dS", "block_scale": "S dY"},
-    **{"lse and delta": "bP dS", "q and dout": "Y dK dP dV"},
-}
+# arrays that have a row for the place in a list, and the steps that read them
+BY_PLACE = {"q": "Y dK", "dout": "dP dV", "lse": "bP", "delta": "dS"}
+BY_PLACE |= {"lse and delta": "bP dS", "q and dout": "Y dK dP dV"}
 
 
 def of_places(question: Question) -> Iterator[Bug]:
@@ -178,8 +177,6 @@ def _by_place(step: str, c: Context) -> Floats:
 
     if step in ("Y", "dP"):
         return moved(STEPS[step](c))
-    if step in ("S", "dY"):
-        return np.asarray(STEPS[step](changed(c, G=_gates_by_place(c, rows))))
     if step in ("bP", "dS"):
         name = "L" if step == "bP" else "D"
         x = moved(getattr(c, name)[..., None])
@@ -189,15 +186,6 @@ def _by_place(step: str, c: Context) -> Floats:
     for name, x in found.items():
         np.add.at(x, (heads, rows, keys), np.where(place >= 0, getattr(c, name), 0.0))
     return np.asarray(STEPS[step](changed(c, **found)))
-
-
-def _gates_by_place(c: Context, rows: Ints) -> Floats:
-    """Factors of the pairs' own slots, of the query at this row of the view."""
-    scale, view = c.question.block_scale, c.view
-    if scale is None or view.slot is None:
-        return np.ones(rows.shape)
-    found = scale[view.rows[rows], view.selections[:, None, None], np.maximum(view.slot, 0)]
-    return np.where(view.slot >= 0, found, 1.0)
 
 
 def stale(question: Question) -> Iterator[Bug]:
