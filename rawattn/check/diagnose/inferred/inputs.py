@@ -48,14 +48,11 @@ def bugs(question: Question, answers: Answers, stage: str) -> Iterator[Bug]:
 
 
 def _givens(question: Question, answers: Answers, stage: str) -> Iterator[Given]:
-    """The out and lse that a backward pass may have had."""
-    if stage in ("forward", "jvp"):
-        yield None
-        return
-    given, right = question.given_to_backward(answers), solve(question, "forward")
-    if given is not None:
-        yield given
-    if given is None or (question.passed is None and is_wrong(question, given)):
+    """The out and lse that a backward pass may have had; None for those of the right forward."""
+    given = None if stage in ("forward", "jvp") else question.given_to_backward(answers)
+    yield given
+    if given is not None and question.passed is None and is_wrong(question, given):
+        right = solve(question, "forward")
         yield right["out"], right["lse"]
 
 

@@ -5,16 +5,7 @@ from collections.abc import Callable, Iterable
 
 import numpy as np
 
-from rawattn.check.diagnose.engine.attention import (
-    Bug,
-    Floats,
-    Given,
-    Only,
-    Passed,
-    Store,
-    View,
-    solve,
-)
+from rawattn.check.diagnose.engine.attention import Bug, Floats, Given, Passed, Store, View, solve
 from rawattn.check.diagnose.engine.effort import over
 from rawattn.check.diagnose.engine.question import BY_ROW, STAGES, Answers, Question, by_rows
 from rawattn.check.diagnose.evidence import precision
@@ -127,7 +118,7 @@ class Sample:
         """What a bug leaves of the sample's wrong answers."""
         return self._distances(self._planted(bug, self.has))
 
-    def _planted(self, bug: Bug, only: Only | None = None) -> Answers:
+    def _planted(self, bug: Bug, only: Callable[[View], bool] | None = None) -> Answers:
         with np.errstate(all="ignore"):
             return solve(self.question, self.stage, bug, given=self.given, only=only)
 

@@ -54,8 +54,7 @@ def in_lists(question: Question, view: View) -> tuple[Ints, Ints]:
 
 def tiles(question: Question) -> dict[str, Callable[[Context], list[Ints]]]:
     """Which pairs every step of a walk has: blocks."""
-    found = {f"block by block, {of}": partial(_steps, order) for of, order in ORDERS.items()}
-    return found | {"slot by slot": partial(_parts, tuple(range(question.slots + 1)))}
+    return {f"block by block, {of}": partial(_steps, order) for of, order in ORDERS.items()}
 
 
 def _steps(order: Order, c: Context) -> list[Ints]:
