@@ -8,7 +8,7 @@ import numpy as np
 from rawattn.check.diagnose.catalogue.tiles import dead, of_late
 from rawattn.check.diagnose.engine.attention import Bug, Store, sequences, solve
 from rawattn.check.diagnose.engine.question import OF_KEYS, STAGES, Answers, Question, by_rows
-from rawattn.check.diagnose.evidence.precision import finite
+from rawattn.check.diagnose.evidence.precision import finite, rows_off
 from rawattn.check.diagnose.evidence.structure import where
 from rawattn.check.diagnose.inferred.sample import Sample, in_rows
 
@@ -85,10 +85,7 @@ def _constant(sample: Sample, name: str, of_out: Rows | bool) -> Rows | None:
     there = np.isfinite(wanted).all(axis=2) & (sample.question.sequence_of(name) >= 0)[:, None]
     if not there.any() or not x.shape[2]:
         return None
-    size = float(np.sqrt(np.mean(wanted[there] ** 2)))
-    with np.errstate(invalid="ignore"):
-        off = np.abs(x - wanted).max(axis=2) > OFF * size
-    flat = (x == x[..., :1]).all(axis=2) & there & off
+    flat = (x == x[..., :1]).all(axis=2) & rows_off(x, wanted, there, OFF)
     flat &= (x.shape[2] > 1) | (x[..., 0] == 0) | of_out
     if not flat.any():
         return None

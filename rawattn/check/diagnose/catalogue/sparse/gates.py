@@ -138,19 +138,16 @@ def _unsorted(order: walks.Order, back: bool, question: Question, view: View) ->
     if view.slot is None or not question.slots:
         return view
     block = (view.keys - question.cu_seqlens_k[view.sequence]) // question.block_size
-    found = np.full(view.slot.shape, -1)
-    for here, slot, seen in zip(found, view.slot, view.weight > 0, strict=False):
-        of_blocks = np.full((len(slot), int(block.max(initial=0)) + 1), ABSENT)
-        row, key = np.nonzero(seen)
-        of_blocks[row, block[key]] = slot[row, key]
-        i, b = np.nonzero(of_blocks != ABSENT)
-        by_row = np.lexsort((order(of_blocks[i, b], b, question.slots), i)) if len(i) else i
-        i, b = i[by_row], b[by_row]
-        by_block, slots = np.argsort(b, kind="stable"), of_blocks[i, b]
-        of_blocks[i[by_block], b[by_block]] = slots
-        of_blocks[i, b] = slots[by_block] if back else of_blocks[i, b]
-        here[:] = np.where(seen, of_blocks[:, block], -1)
-    return replace(view, slot=found)
+    h, i, j = np.nonzero(view.weight > 0)
+    found = np.full((*view.slot.shape[:2], int(block.max(initial=0)) + 1), ABSENT)
+    found[h, i, block[j]] = view.slot[h, i, j]
+    h, i, b = np.nonzero(found != ABSENT)
+    by_row = np.lexsort((order(found[h, i, b], b, question.slots), i, h))
+    h, i, b = h[by_row], i[by_row], b[by_row]
+    by_block, slots = np.lexsort((i, b, h)), found[h, i, b]
+    found[h[by_block], i[by_block], b[by_block]] = slots
+    found[h, i, b] = slots[by_block] if back else found[h, i, b]
+    return replace(view, slot=np.where(view.weight > 0, found[..., block], -1))
 
 
 def _gate_of(change: Change, c: Context) -> Floats | float:

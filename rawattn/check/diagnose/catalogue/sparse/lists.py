@@ -80,9 +80,8 @@ def _in_32_bits(x: Lists) -> Ints:
 
 def _union(size: int, x: Lists) -> Lists:
     """With the blocks of all of a tile of queries of its sequence."""
-    token, start = np.arange(len(x.named)), x.start[:, 0, 0]
-    tile = start + (token - start) // size * size
-    tile = np.where(x.question.sequence_of("q") < 0, token, tile)
+    token = np.arange(len(x.named))
+    tile = np.where(x.question.sequence_of("q") < 0, token, token - x.row[:, 0, 0] % size)
     block = np.arange(int(x.blocks.max(initial=0)))
     named = np.where(x.exists, x.named, -1)
     seen = (named[..., None] == block).any(axis=2) | ((block == x.own_block) & x.own)
