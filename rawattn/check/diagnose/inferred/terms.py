@@ -39,12 +39,10 @@ def bugs(question: Question, answers: Answers, stage: str) -> Iterator[Bug]:
     if not sample.wrong:
         return
     first = bool({"ddout", "ddlse"} & sample.wrong.keys())
-    words = f"in the {'first' if first else 'second'} pass alone"
-    others = []
-    for one in second_order.terms(question, stage):
-        text, none = f"{one.text}, {words},", f"{one.none}, {words}"
-        others.append(one._replace(text=text, of=partial(_of_pass, one, first), none=none))
-    yield from _alone(sample, others)
+    terms = second_order.terms(question, stage)
+    for bug in _alone(sample, [one._replace(of=partial(_of_pass, one, first)) for one in terms]):
+        words = f"in the {'first' if first else 'second'} pass alone"
+        yield replace(bug, variant=f"{bug.variant}, {words}")
     yield from sample.near(_of_masks(question, first), MOST, spent() + EFFORT)
 
 

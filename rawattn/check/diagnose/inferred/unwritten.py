@@ -66,16 +66,14 @@ def _of_no_keys(question: Question, found: Found) -> str:
     where others have none; "" where they do not."""
     nothing, reach = dead(question), np.zeros(question.k.shape[:2], dtype=bool)
     for _, rows, keys in sequences(question):
-        of_heads = nothing[rows].any(axis=0).reshape(question.num_heads_kv, -1).any(axis=1)
-        reach[keys] = of_heads
+        reach[keys] = nothing[rows].any(axis=0).reshape(question.num_heads_kv, -1).any(axis=1)
     of_keys = [rows for name, rows in found.items() if name in OF_KEYS]
     others = [rows for name, rows in found.items() if name not in OF_KEYS]
     alike = all(rows.shape == nothing.shape and not rows[~nothing].any() for rows in others)
     if not of_keys or reach.all() or not alike or any((of & ~reach).any() for of in of_keys):
         return ""
-    every = "all" if all((rows == reach).all() for rows in of_keys) else "some"
     text = "NaN or inf of their P (exp of -inf + inf, or 0 times inf) gets into"
-    return f"{text} {' and '.join(found)}, of {every} keys of their sequences and of no others"
+    return f"{text} {' and '.join(found)}, of keys of their sequences alone"
 
 
 def _constant(sample: Sample, name: str, of_out: Rows | bool) -> Rows | None:
