@@ -33,7 +33,8 @@ ALONE, ALL_BUT = ", there alone,", 0.1  # of one product; what its operands may 
 NARROW = (ml_dtypes.bfloat16, np.float16, ml_dtypes.float8_e4m3fn, ml_dtypes.float8_e5m2)
 OF_DERIVATIVES = {"P": "bP", "D": "D", "dP": "dP"}
 OF_TANGENTS = {"E": "E", "e": "e", "P'": "tP", "the sum behind ddout": "tO"}
-KEPT = {  # what else may be kept in fewer bits, and the step that makes it
+KEPT = {  # what may be kept in fewer bits, beside S, and the step that makes it
+    "forward": {"lse": "L"},
     "backward": OF_DERIVATIVES | {"dS": "dY"},
     "jvp": {"P": "P", **OF_TANGENTS},
     "second": OF_DERIVATIVES | OF_TANGENTS | {"W": "w", "dS": "dS", "dS'": "tdS", "dP'": "tdP"},
@@ -192,13 +193,12 @@ def _kept_in(r: Rounded, stage: str) -> Iterator[tuple[str, dict[str, Step]]]:
 
     yield "S", after("Y")
     if stage == "forward":
-        yield "lse", after("L")
         yield "P", {"O": lambda c: STEPS["O"](changed(c, P=r(c.P)))}
         yield "the row sum", {"O": over_narrow}
     elif stage != "jvp":
         yield "lse", {"bP": lambda c: STEPS["bP"](changed(c, L=r(c.L)))}
         yield "lse in base 2", {"bP": lambda c: STEPS["bP"](changed(c, L=r(LOG2_E * c.L) / LOG2_E))}
-    for words, step in KEPT.get(stage, {}).items():
+    for words, step in KEPT[stage].items():
         yield words, after(step)
     if stage == "backward":
         yield "D, column by column,", {"D": added_up}

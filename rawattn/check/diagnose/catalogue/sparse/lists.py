@@ -95,8 +95,7 @@ def _union(size: int, x: Lists) -> Lists:
 MISSING, TWICE, CUT = "sparse-own-block-missing", "sparse-duplicate-twice", "sparse-list-cut"
 READ, OPEN, COUNTS = "sparse-padding-read", "sparse-not-causal", "sparse-counts-ignored"
 MISREAD, PLACE = "sparse-lists-misread", "sparse-other-place"
-TABLE: tuple[Row, ...] = (  # the first one is of block_counts
-    (MISSING, "block_counts cut it off too", where(own=lambda x: x.own & (x.limit > len(x.slots)))),
+TABLE: tuple[Row, ...] = (
     (OPEN, "everywhere", _uncut(lambda slot, own: slot)),
     (OPEN, "in the own block", _uncut(lambda slot, own: own)),
     (OPEN, "in the own block, unless it is selected", _uncut(lambda slot, own: own & ~slot)),
@@ -119,7 +118,6 @@ TABLE: tuple[Row, ...] = (  # the first one is of block_counts
     (COUNTS, "one slot too many", _only(lambda x: x.slots < x.limit + 1)),
     (COUNTS, "of named blocks", _only(lambda x: np.cumsum(x.is_block, axis=2) <= x.limit)),
     (CUT, "at the first -1", _ending(lambda x: x.named < 0)),
-    (CUT, "at the first that is no block of the sequence", _ending(lambda x: ~x.exists)),
     (CUT, "at the first repeat", _ending(lambda x: x.number > 0)),
     (OPEN, "in the block around the query", _uncut(lambda slot, own: slot & own)),
     (OPEN, "everywhere, the own block too", _uncut(lambda slot, own: True)),
@@ -128,7 +126,7 @@ TABLE: tuple[Row, ...] = (  # the first one is of block_counts
 
 def rows(question: Question) -> Iterator[Row]:
     """All of them; some show nothing."""
-    yield from TABLE[question.block_counts is None :]
+    yield from TABLE
     for size in sorted({question.block_size // 2, 2 * question.block_size} - {0}):
         words = f"blocks of {size} keys in place of {question.block_size}"
         yield ("wrong-keys", words, partial(replace, size=size))
