@@ -36,11 +36,10 @@ def bugs(sample: Sample) -> Iterator[Bug]:
             )
             held = _held(right, found - right, inside > 0)
             if held is not None:
-                sequence = of[units[:, 0]]
                 pairs = np.argwhere(held)[:4].tolist()
                 which = ", ".join(f"{a} has {held[a, b]:+g} of {b}" for a, b in pairs)
                 text = f"{name}: tiles of {tile} rows hold others too: {which}, ..."
-                behind = np.triu(held) * (sequence[:, None] != sequence)  # not of earlier work
+                behind = np.triu(held) * (of[units[:, :1]] != of[units[:, 0]])  # no earlier work
                 bug = "offsets-shifted" if behind.any() else "accumulator-not-reset"
                 bug = "unknown" if (held < 0).any() else bug
                 store = stored(name, partial(_with, units, held))

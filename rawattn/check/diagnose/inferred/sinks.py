@@ -84,7 +84,6 @@ def _rows(question: Question) -> dict[str, Floats]:
     final = b == b.max(initial=-1)
     found = {ALL: b >= 0, "the last sequence alone": final, "queries of sequences with keys": m > 0}
     for t in TILES:
-        tail = i // t == (n - 1) // t
-        found[f"the last tile of {t} queries of each sequence"] = tail
-        found[f"the last tile of {t} queries of the last sequence"] = tail & final
+        tail = final & (i // t == (n - 1) // t)
+        found[f"the last tile of {t} queries of the last sequence"] = tail
     return {of: rows & (b >= 0) for of, rows in found.items()}

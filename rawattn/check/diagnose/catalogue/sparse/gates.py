@@ -17,7 +17,6 @@ from rawattn.check.diagnose.engine.question import STAGES, Question
 from rawattn.check.diagnose.engine.steps import STEPS, Context, Floats, Step, times
 from rawattn.reference.selection import ABSENT
 
-ALL = tuple(STAGES)
 BEYOND = BACKWARD + SECOND
 MISSING, IGNORED, ON_P = (f"sparse-gate-{x}" for x in ("gradient-missing", "ignored", "on-p"))
 ORDER, MISREAD = "sparse-gate-order", "sparse-lists-misread"
@@ -83,7 +82,7 @@ DIRECTIONS: tuple[Row, ...] = (
     (MISSING, "tdS o Y of gblock_scale", SECOND, {"gG": lambda c: c.dS * c.tY}),
 )
 LEFT_OUT: tuple[Row, ...] = (
-    (IGNORED, "everywhere", ALL, AS_IF_1),
+    (IGNORED, "everywhere", tuple(STAGES), AS_IF_1),
     (IGNORED, "everywhere, and its gradient is 0", BEYOND, AS_IF_1 | NO_GRADIENT),
     (IGNORED, "in the scores alone", BEYOND + JVP, S),
     (IGNORED, "in dY alone", BEYOND, DY | TDY),
@@ -132,9 +131,9 @@ def _by_place(own: bool, question: Question, view: View) -> View:
     return replace(view, slot=np.where(view.slot < 0, -1, np.minimum(place, question.slots - 1)))
 
 
-def _unsorted(order: walks.Order, back: bool, question: Question, view: View) -> View:
+def _unsorted(order: walks.Order, question: Question, view: View) -> View:
     """The same view with factors of pairs as they are by queries, where the pairs are sorted by
-    blocks; ``back``: those sorted so, where the pairs are not. order: of a query's blocks."""
+    blocks. order: of a query's blocks."""
     if view.slot is None or not question.slots:
         return view
     block = (view.keys - question.cu_seqlens_k[view.sequence]) // question.block_size
@@ -146,7 +145,6 @@ def _unsorted(order: walks.Order, back: bool, question: Question, view: View) ->
     h, i, b = h[by_row], i[by_row], b[by_row]
     by_block, slots = np.lexsort((i, b, h)), found[h, i, b]
     found[h[by_block], i[by_block], b[by_block]] = slots
-    found[h, i, b] = slots[by_block] if back else found[h, i, b]
     return replace(view, slot=np.where(view.weight > 0, found[..., block], -1))
 
 
@@ -170,8 +168,9 @@ def _of_the_last(x: Lists) -> Lists:
 CHANGES: dict[str, Change] = {
     **{words: partial(_in_slots, of) for words, of in SLOTS.items()},
     **{
-        f"those of pairs {how}, {words}": partial(_unsorted, walks.ORDERS[words], back)
-        for how, back in (("not sorted by blocks as the pairs are", False), ("sorted alone", True))
+        f"those of pairs not sorted along by blocks, {words}": partial(
+            _unsorted, walks.ORDERS[words]
+        )
         for words in ("in the order of the slots", "blocks ascending")
     },
 }
