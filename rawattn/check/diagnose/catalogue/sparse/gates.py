@@ -1,6 +1,6 @@
 """Bugs of block_scale: which slot it is for, what it multiplies, and what its gradient holds."""
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
 from functools import partial
 
@@ -27,9 +27,8 @@ def bugs(question: Question, different: Callable[[See], bool]) -> Iterator[Bug]:
     """Every bug of the catalogue that can matter for the question."""
     rows = [*GRADIENTS]
     heads = question.num_heads_q // np.asarray(question.block_indices).shape[1]
-    others = [0] * (heads - 1)
-    for words, share in ("the last head", [*others, 1]), ("the first head", [1, *others]):
-        steps = {name: partial(_shared, share, name) for name in ("dG", "gG")}
+    for words, head in ("the last head", heads - 1), ("the first head", 0):
+        steps = {name: partial(_of_head, head, heads, name) for name in ("dG", "gG")}
         rows += [("sparse-gate-not-summed", words, BEYOND, steps)] if heads > 1 else []
     rows += DIRECTIONS if question.tblock_scale is not None else ()
     rows += LEFT_OUT if np.any(np.asarray(question.block_scale) != 1) else ()
@@ -96,9 +95,9 @@ def _gate_by(by: maps.Map, c: Context) -> Floats | float:
     return per_key(c.view, whole(c.question, None, "dblock_scale", "block_scale", by), 1.0)
 
 
-def _shared(share: Sequence[int], name: str, c: Context) -> Floats:
-    """Of the heads of a selection some shares of the gradient."""
-    return np.asarray(np.array(share)[c.view.heads % len(share), None, None] * STEPS[name](c))
+def _of_head(head: int, heads: int, name: str, c: Context) -> Floats:
+    """The share of one of the heads of a selection in the gradient."""
+    return np.asarray((c.view.heads % heads == head)[:, None, None] * STEPS[name](c))
 
 
 # for slots (heads, n, m), -1 of the own block where none names it, of so many others; own: keys of
@@ -168,9 +167,7 @@ def _of_the_last(x: Lists) -> Lists:
 CHANGES: dict[str, Change] = {
     **{words: partial(_in_slots, of) for words, of in SLOTS.items()},
     **{
-        f"those of pairs not sorted along by blocks, {words}": partial(
-            _unsorted, walks.ORDERS[words]
-        )
+        f"those of pairs not sorted along, {words}": partial(_unsorted, walks.ORDERS[words])
         for words in ("in the order of the slots", "blocks ascending")
     },
 }

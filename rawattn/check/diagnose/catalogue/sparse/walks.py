@@ -176,10 +176,10 @@ def _by_place(step: str, c: Context) -> Floats:
 
     if step in ("Y", "dP"):
         return moved(STEPS[step](c))
-    if step in ("bP", "dS"):
-        name = "L" if step == "bP" else "D"
-        x = moved(getattr(c, name)[..., None])
-        return np.asarray(np.exp(c.S - dead_to_inf(np, x)) if step == "bP" else c.P * (c.dP - x))
+    if step == "bP":
+        return np.asarray(np.exp(c.S - dead_to_inf(np, moved(c.L[..., None]))))
+    if step == "dS":
+        return np.asarray(c.P * (c.dP - moved(c.D[..., None])))
     found = {name: np.zeros_like(getattr(c, name)) for name in ("P", "dY")}
     heads, _, keys = np.ogrid[: place.shape[0], :1, : place.shape[2]]
     for name, x in found.items():
@@ -189,9 +189,7 @@ def _by_place(step: str, c: Context) -> Floats:
 
 def stale(question: Question) -> Iterator[Bug]:
     """k or v of a block from the stage of another step of a query's walk."""
-    steps = np.arange(8)
-    loops = [x for x in stages.LOOPS.items() if (x[1](steps) != steps).any()]
-    for (of, order), (words, which) in product(ORDERS.items(), loops):
+    for (of, order), (words, which) in product(ORDERS.items(), stages.LOOPS.items()):
         taken = partial(_taken, order, which)
         ways: dict[str, Step] = {"Y": partial(_scores_of, taken), "O": partial(_values_of, taken)}
         for operands, read in READS.items():
