@@ -116,9 +116,10 @@ class Sample:
 
     def _of(self, bug: Bug) -> dict[str, float]:
         """What a bug leaves of the sample's wrong answers."""
-        return self._distances(self._planted(bug, self.has))
+        return self._distances(self.planted(bug, self.has))
 
-    def _planted(self, bug: Bug, only: Callable[[View], bool] | None = None) -> Answers:
+    def planted(self, bug: Bug, only: Callable[[View], bool] | None = None) -> Answers:
+        """All answers of the stage with a bug."""
         with np.errstate(all="ignore"):
             return solve(self.question, self.stage, bug, given=self.given, only=only)
 
@@ -142,7 +143,7 @@ class Sample:
             if len(first) > each:
                 same = sum(one[0][name] <= first[0][0][name] for one in first)
                 first = first[: max(LOOKED_AT, min(same, ALIKE))]
-                first.sort(key=lambda one: self.of_all(name, self._planted(one[1])[name]))
+                first.sort(key=lambda one: self.of_all(name, self.planted(one[1])[name]))
             best |= {id(bug): bug for _, bug in first[:each]}
         return list(best.values())
 

@@ -11,7 +11,7 @@ import numpy as np
 from rawattn.check.diagnose.catalogue import first_order, second_order
 from rawattn.check.diagnose.catalogue.second_order import Term, by_given_out, of_one_pass
 from rawattn.check.diagnose.catalogue.sparse import selection
-from rawattn.check.diagnose.engine.attention import FORWARD, Bug, solve
+from rawattn.check.diagnose.engine.attention import FORWARD, Bug
 from rawattn.check.diagnose.engine.effort import spent
 from rawattn.check.diagnose.engine.question import Answers, Question, by_rows
 from rawattn.check.diagnose.engine.steps import LOG2_E, Step
@@ -62,10 +62,8 @@ def _of_masks(question: Question, first: bool) -> Iterator[Bug]:
 
 def _alone(sample: Sample, terms: Sequence[Term]) -> list[Bug]:
     """What a wrong tensor is off by, at some places, as so many times what a term adds to it."""
-    planted = (Bug("", stages=(sample.stage,), steps=term.of(2.0)) for term in terms)
-    with np.errstate(all="ignore"):
-        solve_one = partial(solve, sample.question, sample.stage, given=sample.given)
-        added = [solve_one(bug) for bug in planted]
+    twice = (Bug("", stages=(sample.stage,), steps=term.of(2.0)) for term in terms)
+    added = [sample.planted(bug) for bug in twice]
     bugs: dict[str, Bug] = {}
     for tensor, noise in sample.wrong.items():
         found, right = sample.found[tensor], by_rows(tensor, sample.truth[tensor])

@@ -42,8 +42,7 @@ def of_weights(question: Question) -> Iterator[Bug]:
     yield from (Bug(name, words, see=listed(change)) for name, words, change in rows(question))
     if question.block_scale is not None:
         yield from gates.bugs(question, lambda see: True)
-    yield from misread(question)
-    yield from chain(gates.misread(question), walks.cut(question))
+    yield from chain(misread(question), gates.misread(question), walks.cut(question))
 
 
 def candidates(question: Question, stage: str, wrong: Collection[str]) -> Iterator[Bug]:
