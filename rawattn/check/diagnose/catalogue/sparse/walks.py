@@ -12,7 +12,6 @@ from rawattn.check.diagnose.catalogue import stages
 from rawattn.check.diagnose.engine.attention import BACKWARD, FORWARD, RESULTS, Bug, View, each
 from rawattn.check.diagnose.engine.question import Question
 from rawattn.check.diagnose.engine.steps import STEPS, Context, Floats, Step, changed
-from rawattn.reference.dense import dead_to_inf
 
 Ints = np.ndarray
 Order = Callable[[Ints, Ints, int], Ints]  # of slots, -1 for the own block, blocks, slots' number
@@ -154,8 +153,7 @@ def _kept(order: Order, share: Share, lot: int, question: Question, view: View) 
 
 
 # arrays that have a row for the place in a list, and the steps that read them
-BY_PLACE = {"q": "Y dK", "dout": "dP dV", "lse": "bP", "delta": "dS"}
-BY_PLACE |= {"lse and delta": "bP dS", "q and dout": "Y dK dP dV"}
+BY_PLACE = {"q": "Y dK", "dout": "dP dV", "q and dout": "Y dK dP dV"}
 
 
 def of_places(question: Question) -> Iterator[Bug]:
@@ -170,16 +168,8 @@ def _by_place(step: str, c: Context) -> Floats:
     """A step whose operand of queries, for every pair, is that of the row of its place."""
     place, _ = in_lists(c.question, c.view)
     rows = np.maximum(place, 0)
-
-    def moved(x: Floats) -> Floats:
-        return np.asarray(np.take_along_axis(np.broadcast_to(x, place.shape), rows, axis=1))
-
     if step in ("Y", "dP"):
-        return moved(STEPS[step](c))
-    if step == "bP":
-        return np.asarray(np.exp(c.S - dead_to_inf(np, moved(c.L[..., None]))))
-    if step == "dS":
-        return np.asarray(c.P * (c.dP - moved(c.D[..., None])))
+        return np.asarray(np.take_along_axis(STEPS[step](c), rows, axis=1))
     found = {name: np.zeros_like(getattr(c, name)) for name in ("P", "dY")}
     heads, _, keys = np.ogrid[: place.shape[0], :1, : place.shape[2]]
     for name, x in found.items():
