@@ -67,10 +67,8 @@ def _odd(places: Places, span: Span) -> int:
 def _spans(places: Places, wrong: dict[str, Array | None]) -> Iterator[Span]:
     """Those of loops first; of equal lengths by words that hold on others."""
     for name in chain(places.loops, places.features):
-        general = name
-        if places.aligned:
-            general = name.replace("(i of", "(p of").replace("(j of", "(j - p + i of")
-        yield from _bounds(general, places, wrong)
+        general = name.replace("(i of", "(p of").replace("(j of", "(j - p + i of")
+        yield from _bounds(general if places.aligned else name, places, wrong)
 
 
 def _words(span: Span, places: Places) -> str:

@@ -12,7 +12,7 @@ import numpy as np
 from rawattn.check.diagnose.catalogue import partial_sums
 from rawattn.check.diagnose.catalogue.partial_sums import RIGHT, Results, merged
 from rawattn.check.diagnose.engine.attention import FORWARD, Bug, Context, Floats, contexts
-from rawattn.check.diagnose.engine.question import Answers, Question
+from rawattn.check.diagnose.engine.question import BY_ROW, Answers, Question
 from rawattn.check.diagnose.inferred.sample import Sample
 
 FITS = 0.01  # of the squares of what is wrong may be left on the view that is looked at
@@ -39,7 +39,9 @@ def bugs(question: Question, answers: Answers, stage: str) -> list[Bug]:
     views = contexts(question, stage) if sample.wrong and stage in TENSORS else ()
     for c in (c for c in views if sample.has(c.view) and c.S.shape[2]):
         names = {of: name for of, name in TENSORS[stage].items() if name in sample.found}
-        found = {of: sample.found[name][c.view.rows][:, c.view.heads] for of, name in names.items()}
+        at = np.ix_(c.view.rows, c.view.heads)
+        found = {of: sample.found[name][at].swapaxes(0, 1) for of, name in names.items()}
+        found = {of: x[..., 0] if names[of] in BY_ROW else x for of, x in found.items()}
         merges = _merges(c, found) if stage == "forward" else []
         return [*_rescaled(stage, c, found), *merges]
     return []
@@ -48,7 +50,7 @@ def bugs(question: Question, answers: Answers, stage: str) -> list[Bug]:
 def _rescaled(stage: str, c: Context, found: dict[str, Floats]) -> Iterator[Bug]:
     right = Results(c.O, c.L, *((c.tL, c.tO) if stage == "jvp" else (c.L, c.O)))
     # rows that are right may have another loop
-    same = {of: _same(x, getattr(right, of)) for of, x in found.items()}
+    same = {of: np.isclose(x, getattr(right, of), 1e-3, 1e-4) for of, x in found.items()}
     wrong = sum(_left(x, getattr(right, of)) for of, x in found.items())
     seen = set[tuple[object, ...]]()
     for at, cut in partial_sums.tiles(c.question).items():
@@ -90,15 +92,9 @@ def _merges(c: Context, found: dict[str, Floats]) -> list[Bug]:
     return [bug for _, bug in sorted(near, key=lambda one: one[0])[:MOST]]
 
 
-def _same(found: Floats, right: Floats) -> Floats:
-    """Which numbers of an answer (n, heads, columns) are right."""
-    return np.asarray(np.isclose(found.swapaxes(0, 1).reshape(right.shape), right, 1e-3, 1e-4))
-
-
 def _left(found: Floats, wanted: Floats, but: Floats | bool = False) -> float:
-    """The square of what an answer (n, heads, columns) is off by, in units of its size; ``but`` for
-    some of it."""
-    found = np.where(but, wanted, found.swapaxes(0, 1).reshape(wanted.shape))
+    """The square of what an answer is off by, in units of its size; ``but`` for some of it."""
+    found = np.where(but, wanted, found)
     both = np.isfinite(found) & np.isfinite(wanted)
     size = float((found[both] ** 2).sum())
     left = float(((found[both] - wanted[both]) ** 2).sum()) / size if size else 0.0

@@ -116,9 +116,12 @@ class Sample:
 
     def _of(self, bug: Bug) -> dict[str, float]:
         """What a bug leaves of the sample's wrong answers."""
+        return self._distances(self.planted(bug, self.has))
+
+    def planted(self, bug: Bug, only: Callable[[View], bool] | None = None) -> Answers:
+        """All answers of the stage with a bug."""
         with np.errstate(all="ignore"):
-            answers = solve(self.question, self.stage, bug, given=self.given, only=self.has)
-        return self._distances(answers)
+            return solve(self.question, self.stage, bug, given=self.given, only=only)
 
     def near(self, bugs: Iterable[Bug], each: int, until: float) -> list[Bug]:
         """Of those that come near on one of the wrong answers so many for each of these, by all of
@@ -140,14 +143,9 @@ class Sample:
             if len(first) > each:
                 same = sum(one[0][name] <= first[0][0][name] for one in first)
                 first = first[: max(LOOKED_AT, min(same, ALIKE))]
-                first.sort(key=lambda one: self._planted(one[1], name))
+                first.sort(key=lambda one: self.of_all(name, self.planted(one[1])[name]))
             best |= {id(bug): bug for _, bug in first[:each]}
         return list(best.values())
-
-    def _planted(self, bug: Bug, name: str) -> float:
-        with np.errstate(all="ignore"):
-            answers = solve(self.question, self.stage, bug, given=self.given)
-        return self.of_all(name, answers[name])
 
     def of_all(self, name: str, wanted: Floats) -> float:
         """What a prediction leaves of all of an answer, not of the sample alone."""

@@ -83,10 +83,7 @@ def _rows(question: Question) -> dict[str, Floats]:
     n, m = (np.array([*lengths, 0])[b] for lengths in (question.lengths_q, question.lengths_k))
     final = b == b.max(initial=-1)
     found = {ALL: b >= 0, "the last sequence alone": final, "queries of sequences with keys": m > 0}
-    last = i + m - n if question.mask_window[1] == 0 else m - 1  # the last key that is seen
     for t in TILES:
-        of_tiles, tail = f"{ALL}, once for every tile of {t} keys", i // t == (n - 1) // t
-        found |= {of_tiles: -(-m // t), f"{of_tiles} that it sees": np.maximum(last // t + 1, 0)}
-        found[f"the last tile of {t} queries of each sequence"] = tail
-        found[f"the last tile of {t} queries of the last sequence"] = tail & final
-    return {of: often * (b >= 0.0) for of, often in found.items()}
+        tail = final & (i // t == (n - 1) // t)
+        found[f"the last tile of {t} queries of the last sequence"] = tail
+    return {of: rows & (b >= 0) for of, rows in found.items()}

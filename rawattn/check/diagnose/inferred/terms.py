@@ -11,7 +11,7 @@ import numpy as np
 from rawattn.check.diagnose.catalogue import first_order, second_order
 from rawattn.check.diagnose.catalogue.second_order import Term, by_given_out, of_one_pass
 from rawattn.check.diagnose.catalogue.sparse import selection
-from rawattn.check.diagnose.engine.attention import FORWARD, Bug, solve
+from rawattn.check.diagnose.engine.attention import FORWARD, Bug
 from rawattn.check.diagnose.engine.effort import spent
 from rawattn.check.diagnose.engine.question import Answers, Question, by_rows
 from rawattn.check.diagnose.engine.steps import LOG2_E, Step
@@ -39,12 +39,10 @@ def bugs(question: Question, answers: Answers, stage: str) -> Iterator[Bug]:
     if not sample.wrong:
         return
     first = bool({"ddout", "ddlse"} & sample.wrong.keys())
-    words = f"in the {'first' if first else 'second'} pass alone"
-    others = []
-    for one in second_order.terms(question, stage):
-        text, none = f"{one.text}, {words},", f"{one.none}, {words}"
-        others.append(one._replace(text=text, of=partial(_of_pass, one, first), none=none))
-    yield from _alone(sample, others)
+    terms = second_order.terms(question, stage)
+    for bug in _alone(sample, [one._replace(of=partial(_of_pass, one, first)) for one in terms]):
+        words = f"in the {'first' if first else 'second'} pass alone"
+        yield replace(bug, variant=f"{bug.variant}, {words}")
     yield from sample.near(_of_masks(question, first), MOST, spent() + EFFORT)
 
 
@@ -64,10 +62,8 @@ def _of_masks(question: Question, first: bool) -> Iterator[Bug]:
 
 def _alone(sample: Sample, terms: Sequence[Term]) -> list[Bug]:
     """What a wrong tensor is off by, at some places, as so many times what a term adds to it."""
-    planted = (Bug("", stages=(sample.stage,), steps=term.of(2.0)) for term in terms)
-    with np.errstate(all="ignore"):
-        solve_one = partial(solve, sample.question, sample.stage, given=sample.given)
-        added = [solve_one(bug) for bug in planted]
+    twice = (Bug("", stages=(sample.stage,), steps=term.of(2.0)) for term in terms)
+    added = [sample.planted(bug) for bug in twice]
     bugs: dict[str, Bug] = {}
     for tensor, noise in sample.wrong.items():
         found, right = sample.found[tensor], by_rows(tensor, sample.truth[tensor])

@@ -2,14 +2,13 @@
 or without keys, where all else is right: whose they are, or that rows without keys make them."""
 
 from collections.abc import Iterator
-from functools import partial
 
 import numpy as np
 
 from rawattn.check.diagnose.catalogue.tiles import dead, of_late
-from rawattn.check.diagnose.engine.attention import Bug, sequences, solve
+from rawattn.check.diagnose.engine.attention import Bug, Store, sequences, solve
 from rawattn.check.diagnose.engine.question import OF_KEYS, STAGES, Answers, Question, by_rows
-from rawattn.check.diagnose.evidence.precision import finite
+from rawattn.check.diagnose.evidence.precision import finite, rows_off
 from rawattn.check.diagnose.evidence.structure import where
 from rawattn.check.diagnose.inferred.sample import Sample, in_rows
 
@@ -23,25 +22,25 @@ Found = dict[str, Rows]  # of tensors
 def bugs(question: Question, answers: Answers, stage: str) -> Iterator[Bug]:
     """One with all rows of the tensors of ``stage`` that hold a constant and should not, and one of
     those that hold no numbers, or some where there is no key, or no query that sees it."""
-    sample, found = Sample(question, answers, stage), Found()
+    sample, constants = Sample(question, answers, stage), Found()
     for name in (n for n in STAGES[stage] if n in sample.wrong and n not in UNTOLD):
-        of_out = found.get(name.replace("lse", "out"))
-        constant = _constant(sample, name, False if of_out is None else of_out)
+        constant = _constant(sample, name, constants.get(name.replace("lse", "out"), False))
         if constant is not None:
-            found[name] = constant
-    if found and (_whole_sequences(question, found) or not _see_nothing(answers, found)):
-        text, store = _in_words(sample, found), partial(_stored, found, answers)
-        yield Bug("rows-not-written", text, (stage,), store=store)
+            constants[name] = constant
+    whole = _whole_sequences(question, constants)
+    if constants and (whole or not _see_nothing(answers, constants)):
+        text = _in_words(sample, constants)
+        yield Bug("rows-not-written", text, (stage,), store=_held(constants, answers))
     none = {name: _none(sample, name) for name in sample.wrong}
-    rows = {name: _strange(sample, name, none[name] & (not found)) for name in sample.wrong}
+    rows = {name: _strange(sample, name, none[name] & (not constants)) for name in sample.wrong}
     if found := {name: of for name, of in rows.items() if of.any()}:
-        source, store = _of_no_keys(question, found), partial(_stored, found, answers)
+        source = _of_no_keys(question, found)
         elsewhere = any((of & ~none[name]).any() for name, of in found.items())
         text = source or _in_words(sample, found) + "; all else is right" * elsewhere
         due = (finite(by_rows(name, sample.truth[name]))[of] for name, of in found.items())
         of_zeros = "rows-not-written" if {*found} <= {*OF_KEYS} else "dead-rows"  # 0, or -inf
         name = "dead-rows" if source else "unknown" if any(x.any() for x in due) else of_zeros
-        yield Bug(name, text, (stage,), store=store)
+        yield Bug(name, text, (stage,), store=_held(found, answers))
     of = next((of for name, of in rows.items() if name not in OF_KEYS), np.zeros(0))
     if of.any() and not question.sparse:
         yield from of_late(question, of)
@@ -67,16 +66,14 @@ def _of_no_keys(question: Question, found: Found) -> str:
     where others have none; "" where they do not."""
     nothing, reach = dead(question), np.zeros(question.k.shape[:2], dtype=bool)
     for _, rows, keys in sequences(question):
-        of_heads = nothing[rows].any(axis=0).reshape(question.num_heads_kv, -1).any(axis=1)
-        reach[keys] = of_heads
+        reach[keys] = nothing[rows].any(axis=0).reshape(question.num_heads_kv, -1).any(axis=1)
     of_keys = [rows for name, rows in found.items() if name in OF_KEYS]
     others = [rows for name, rows in found.items() if name not in OF_KEYS]
     alike = all(rows.shape == nothing.shape and not rows[~nothing].any() for rows in others)
     if not of_keys or reach.all() or not alike or any((of & ~reach).any() for of in of_keys):
         return ""
-    every = "all" if all((rows == reach).all() for rows in of_keys) else "some"
     text = "NaN or inf of their P (exp of -inf + inf, or 0 times inf) gets into"
-    return f"{text} {' and '.join(found)}, of {every} keys of their sequences and of no others"
+    return f"{text} {' and '.join(found)}, of keys of their sequences alone"
 
 
 def _constant(sample: Sample, name: str, of_out: Rows | bool) -> Rows | None:
@@ -86,10 +83,7 @@ def _constant(sample: Sample, name: str, of_out: Rows | bool) -> Rows | None:
     there = np.isfinite(wanted).all(axis=2) & (sample.question.sequence_of(name) >= 0)[:, None]
     if not there.any() or not x.shape[2]:
         return None
-    size = float(np.sqrt(np.mean(wanted[there] ** 2)))
-    with np.errstate(invalid="ignore"):
-        off = np.abs(x - wanted).max(axis=2) > OFF * size
-    flat = (x == x[..., :1]).all(axis=2) & there & off
+    flat = (x == x[..., :1]).all(axis=2) & rows_off(x, wanted, there, OFF)
     flat &= (x.shape[2] > 1) | (x[..., 0] == 0) | of_out
     if not flat.any():
         return None
@@ -100,13 +94,8 @@ def _constant(sample: Sample, name: str, of_out: Rows | bool) -> Rows | None:
 
 def _see_nothing(answers: Answers, found: Found) -> bool:
     """Whether the rows of out are those of queries that see no key, as their lse says."""
-    for prefix in ("", "sliding ", "jvp "):
-        out, lse = found.get(f"{prefix}out"), f"{prefix}lse"
-        if out is not None and lse in answers and np.isneginf(answers[lse].T[out]).all():
-            return True
-        if lse in found and np.isneginf(answers[lse].T[found[lse]]).all():
-            return True
-    return False
+    rows = [(n.replace("out", "lse"), of) for n, of in found.items() if n.endswith(("out", "lse"))]
+    return any(lse in answers and np.isneginf(answers[lse].T[of]).all() for lse, of in rows)
 
 
 def _whole_sequences(question: Question, found: Found) -> bool:
@@ -119,9 +108,8 @@ def _whole_sequences(question: Question, found: Found) -> bool:
     return bool((rows == (of & alive & rows.any(axis=0))).all())
 
 
-def _stored(found: Found, held: Answers, _: Question, answers: Answers) -> Answers:
-    """What was ``held`` in these rows, in place of the answers."""
-    return in_rows(found, held, answers)
+def _held(rows: Found, held: Answers) -> Store:
+    return lambda _, answers: in_rows(rows, held, answers)
 
 
 def _in_words(sample: Sample, found: Found) -> str:

@@ -14,16 +14,7 @@ from rawattn.check.diagnose.catalogue.inputs import PRODUCTS, word
 from rawattn.check.diagnose.catalogue.partial_sums import Parts, Results, merged, splits
 from rawattn.check.diagnose.catalogue.partial_sums import steps as steps_of
 from rawattn.check.diagnose.catalogue.second_order import with_values
-from rawattn.check.diagnose.engine.attention import (
-    FORWARD,
-    NO_BUG,
-    NONE,
-    PROGRAMS,
-    Bug,
-    Rounding,
-    exact,
-    solve,
-)
+from rawattn.check.diagnose.engine.attention import FORWARD, NONE, PROGRAMS, Bug, Rounding, solve
 from rawattn.check.diagnose.engine.effort import over
 from rawattn.check.diagnose.engine.question import Answers, Question, by_rows
 from rawattn.check.diagnose.engine.steps import LOG2_E, STEPS, Context, Floats, Step, changed, times
@@ -42,17 +33,18 @@ ALONE, ALL_BUT = ", there alone,", 0.1  # of one product; what its operands may 
 NARROW = (ml_dtypes.bfloat16, np.float16, ml_dtypes.float8_e4m3fn, ml_dtypes.float8_e5m2)
 OF_DERIVATIVES = {"P": "bP", "D": "D", "dP": "dP"}
 OF_TANGENTS = {"E": "E", "e": "e", "P'": "tP", "the sum behind ddout": "tO"}
-KEPT = {  # what else may be kept in fewer bits, and the step that makes it
+KEPT = {  # what may be kept in fewer bits, beside S, and the step that makes it
+    "forward": {"lse": "L"},
     "backward": OF_DERIVATIVES | {"dS": "dY"},
     "jvp": {"P": "P", **OF_TANGENTS},
     "second": OF_DERIVATIVES | OF_TANGENTS | {"W": "w", "dS": "dS", "dS'": "tdS", "dP'": "tdP"},
 }
 KEPT_ONLINE = {"P": "exp(S - row maximum so far)", "row_sum": "row_sum", "out": "out"}
 Rounded = Callable[[Floats], Floats]
-OF_PARTS: dict[str, Callable[[Rounded, Parts], Parts]] = {  # what is stored of each to be merged
-    "out": lambda r, p: p.with_out(r(p.outs) * p.sums["row_sum"]),
-    "the sum of P V": lambda r, p: p.with_out(r(p.sums["out"])),
-    "lse": lambda r, p: p.with_lses(r(p.lses)),
+OF_PARTS: dict[str, Callable[[Rounded, Parts], Results]] = {  # what is stored of each to be merged
+    "out": lambda r, p: merged(p.with_out(r(p.outs) * p.sums["row_sum"])),
+    "the sum of P V": lambda r, p: merged(p.with_out(r(p.sums["out"]))),
+    "lse": lambda r, p: merged(p.with_lses(r(p.lses))),
 }
 
 
@@ -62,8 +54,7 @@ def of_right(verdict: StageVerdict, side: str, *, zeros: bool) -> list[Finding]:
     if not verdict.sound or verdict.precision == finest:
         return []
     form, told, left = narrowed(verdict, verdict.tensors)
-    skipped = zeros or left < EXACT
-    if found := [] if skipped else in_16_bits(verdict, side, verdict.tensors):
+    if not (zeros or left < EXACT) and (found := in_16_bits(verdict, side, verdict.tensors)):
         return found
     off = {name: verdict.null[name].relative for name in verdict.tensors}
     most = max(off, key=lambda name: off[name])
@@ -81,8 +72,7 @@ def of_right(verdict: StageVerdict, side: str, *, zeros: bool) -> list[Finding]:
     if of_64 or fine:  # what is coarse in some products alone, nobody has asked for
         like += f", but {', '.join(fine)} as in {finest}" * bool(fine)
         return [finding(side, "narrow-intermediate", where, "medium", (said,), form=like)]
-    evidence = (said, told) if told else (said,)
-    told_so = finding(side, "rounding", where, "high", evidence, form=like)
+    told_so = finding(side, "rounding", where, "high", (said, told)[: 1 + bool(told)], form=like)
     return [replace(told_so, form=form or None)]
 
 
@@ -94,30 +84,26 @@ def of_wrong(verdict: StageVerdict, side: str) -> list[Finding]:
     where = f"{verdict.stage}: {', '.join(verdict.unexplained)}"
     form, told, left = narrowed(verdict, verdict.unexplained)
     found = [] if left < EXACT else in_16_bits(verdict, side, verdict.unexplained)
-    if found:
-        return found
-    given = (side, "narrow-intermediate", where, "high", (told,))
-    return [finding(*given, form=form)] if form else []
-
-
-def _stored(
-    verdict: StageVerdict, names: Sequence[str], how: Rounding, bug: Bug = NO_BUG
-) -> Answers:
-    """The rows of what a stage gives, in the dtypes of the answers."""
-    work = verdict.work
-    found = solve(work.question, work.stage, bug, rounding=how, given=work.given)
-    kept = {n: found[n].astype(work.found[n].dtype) for n in names if n in found}
-    return {n: by_rows(n, x)[work.rows[n]] for n, x in kept.items()}
+    if form and not found:
+        found = [finding(side, "narrow-intermediate", where, "high", (told,), form=form)]
+    return found
 
 
 def _followed(
     verdict: StageVerdict, names: Sequence[str], how: Rounding, bugs: Iterable[Bug]
 ) -> Iterator[tuple[str, dict[str, tuple[float, float]]]]:
     """Of each bug its form, and how errors, beside those of ``how``, follow those that it makes."""
-    found = {n: verdict.work.pair(n)[0][verdict.work.rows[n]] for n in names}
-    null = _stored(verdict, names, how)
+    work = verdict.work
+
+    def stored(bug: Bug) -> Answers:
+        """The rows of what a stage gives, in the dtypes of the answers."""
+        x = solve(work.question, work.stage, bug, rounding=how, given=work.given)
+        kept = {n: x[n].astype(work.found[n].dtype) for n in names if n in x}
+        return {n: by_rows(n, x)[work.rows[n]] for n, x in kept.items()}
+
+    found, null = {n: work.pair(n)[0][work.rows[n]] for n in names}, stored(Bug("right"))
     for bug in bugs:
-        planted = _stored(verdict, names, how, bug)
+        planted = stored(bug)
         off = {n: [residual(y[n], x, np.s_[:]) for y in (found, planted)] for n, x in null.items()}
         yield bug.variant, {n: _follows(*of) for n, of in off.items()}
 
@@ -170,8 +156,12 @@ def _roundings(stage: str) -> Iterator[Bug]:
             some = {f"the operands of {product}": operands}
             some |= {f"{word(x, stage)} of {product}": (x,) for x in operands if r is not to_tf32}
             for words, of in some.items():
-                steps = {step: with_values(step, **{x: partial(_narrow, r, x) for x in of})}
+                steps = {step: with_values(step, **{x: _narrow(r, x) for x in of})}
                 yield Bug("", f"{words}{ALONE} in {name}", (stage,), steps=steps)
+
+
+def _narrow(r: Rounded, name: str) -> Step:
+    return lambda c: r(getattr(c, name))
 
 
 def _of_loops(question: Question) -> Iterator[Bug]:
@@ -183,17 +173,9 @@ def _of_loops(question: Question) -> Iterator[Bug]:
             form = f"{KEPT_ONLINE[kept]}, {at} in {name}"
             yield Bug("", form, FORWARD, steps=_online(chunk, down, {kept: r}))
         for (at, cut), (words, of) in itertools.product(splits(question).items(), OF_PARTS.items()):
-            stored = partial(_merged, partial(of, r))
             form = f"{words} of each of {at} in {name}"
-            yield Bug("", form, FORWARD, steps=steps_of("forward", cut, stored))
-
-
-def _merged(of: Callable[[Parts], Parts], parts: Parts) -> Results:
-    return merged(of(parts))
-
-
-def _narrow(r: Rounded, name: str, c: Context) -> Floats:
-    return r(getattr(c, name))
+            steps = steps_of("forward", cut, partial(of, r))
+            yield Bug("", form, FORWARD, steps=steps)
 
 
 def _kept_in(r: Rounded, stage: str) -> Iterator[tuple[str, dict[str, Step]]]:
@@ -211,13 +193,12 @@ def _kept_in(r: Rounded, stage: str) -> Iterator[tuple[str, dict[str, Step]]]:
 
     yield "S", after("Y")
     if stage == "forward":
-        yield "lse", after("L")
         yield "P", {"O": lambda c: STEPS["O"](changed(c, P=r(c.P)))}
         yield "the row sum", {"O": over_narrow}
     elif stage != "jvp":
         yield "lse", {"bP": lambda c: STEPS["bP"](changed(c, L=r(c.L)))}
         yield "lse in base 2", {"bP": lambda c: STEPS["bP"](changed(c, L=r(LOG2_E * c.L) / LOG2_E))}
-    for words, step in KEPT.get(stage, {}).items():
+    for words, step in KEPT[stage].items():
         yield words, after(step)
     if stage == "backward":
         yield "D, column by column,", {"D": added_up}
@@ -263,7 +244,7 @@ def _running(dtype: type, chunk: int, alone: bool) -> dict[str, Step]:
 def _online(chunk: int, down: bool, kept: Mapping[str, Rounded]) -> dict[str, Step]:
     """The softmax as kernels have it, over tiles of ``chunk`` keys, with some of it ``kept`` in
     fewer bits."""
-    of = {name: kept.get(name, exact) for name in KEPT_ONLINE}
+    of = {name: kept.get(name, NONE.operation) for name in KEPT_ONLINE}
 
     def results(c: Context) -> tuple[Floats, Floats]:
         top, total = np.full(c.S.shape[:2], LOWEST), np.zeros(c.S.shape[:2])

@@ -49,8 +49,8 @@ def of_traps(candidate: Candidate, case: Case, side: str) -> list[Finding]:
         wrong = _failing(candidate, expected)
         for plain, trap in (strided, STRIDES), (filled, NANS):
             if plain and not _failing(candidate, expected, **plain):
-                one = {n: _failing(candidate, expected, **plain | {n: there[n]}) for n in plain}
-                return _trapped([n for n, tensors in one.items() if tensors], wrong, trap, side)
+                one = [n for n in plain if _failing(candidate, expected, **plain | {n: there[n]})]
+                return _trapped(one, wrong, trap, side)
     except Exception:  # of which others tell
         return []
     return _of_past(expected, wrong, side)

@@ -77,11 +77,10 @@ def of_all(
     if not wrong:
         return []
     said = [f"{n}: {'; '.join(structure.where(question, n, bad))}" for n, bad in wrong.items()]
-    first = {name: int(bad.any(axis=1).argmax()) for name, bad in wrong.items()}
-    name = min(first, key=lambda name: first[name])
+    first, name = min((int(bad.any(axis=1).argmax()), name) for name, bad in wrong.items())
     zero = not any(by_rows(n, answers[n])[bad].any() for n, bad in wrong.items())
     bug, held = ("rows-not-written", "0") if zero else ("unknown", "wrong")
-    title = f"rows of {', '.join(wrong)} are {held}, from row {first[name]} of {name} on"
+    title = f"rows of {', '.join(wrong)} are {held}, from row {first} of {name} on"
     look_at = "offsets in memory (their width), grids, and workspaces: short packs are right"
     given = (side, bug, ", ".join(wrong), "medium", said)
     work = of["dq"] if "dq" in wrong else None

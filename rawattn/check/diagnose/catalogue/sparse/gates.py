@@ -1,6 +1,6 @@
 """Bugs of block_scale: which slot it is for, what it multiplies, and what its gradient holds."""
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
 from functools import partial
 
@@ -17,7 +17,6 @@ from rawattn.check.diagnose.engine.question import STAGES, Question
 from rawattn.check.diagnose.engine.steps import STEPS, Context, Floats, Step, times
 from rawattn.reference.selection import ABSENT
 
-ALL = tuple(STAGES)
 BEYOND = BACKWARD + SECOND
 MISSING, IGNORED, ON_P = (f"sparse-gate-{x}" for x in ("gradient-missing", "ignored", "on-p"))
 ORDER, MISREAD = "sparse-gate-order", "sparse-lists-misread"
@@ -26,7 +25,11 @@ Row = tuple[str, str, tuple[str, ...], Mapping[str, Step]]
 
 def bugs(question: Question, different: Callable[[See], bool]) -> Iterator[Bug]:
     """Every bug of the catalogue that can matter for the question."""
-    rows = [*GRADIENTS, *_shares(question)]
+    rows = [*GRADIENTS]
+    heads = question.num_heads_q // np.asarray(question.block_indices).shape[1]
+    for words, head in ("the last head", heads - 1), ("the first head", 0):
+        steps = {name: partial(_of_head, head, heads, name) for name in ("dG", "gG")}
+        rows += [("sparse-gate-not-summed", words, BEYOND, steps)] if heads > 1 else []
     rows += DIRECTIONS if question.tblock_scale is not None else ()
     rows += LEFT_OUT if np.any(np.asarray(question.block_scale) != 1) else ()
     yield from (Bug(name, words, stages, steps=steps) for name, words, stages, steps in rows)
@@ -78,7 +81,7 @@ DIRECTIONS: tuple[Row, ...] = (
     (MISSING, "tdS o Y of gblock_scale", SECOND, {"gG": lambda c: c.dS * c.tY}),
 )
 LEFT_OUT: tuple[Row, ...] = (
-    (IGNORED, "everywhere", ALL, AS_IF_1),
+    (IGNORED, "everywhere", tuple(STAGES), AS_IF_1),
     (IGNORED, "everywhere, and its gradient is 0", BEYOND, AS_IF_1 | NO_GRADIENT),
     (IGNORED, "in the scores alone", BEYOND + JVP, S),
     (IGNORED, "in dY alone", BEYOND, DY | TDY),
@@ -92,18 +95,9 @@ def _gate_by(by: maps.Map, c: Context) -> Floats | float:
     return per_key(c.view, whole(c.question, None, "dblock_scale", "block_scale", by), 1.0)
 
 
-def _shares(question: Question) -> Iterator[Row]:
-    """Of the heads of a selection some shares of the gradient."""
-    heads = question.num_heads_q // np.asarray(question.block_indices).shape[1]
-    number = np.arange(heads)
-    shares = {"the last head": number == heads - 1, "the first head": number == 0}
-    for text, share in shares.items() if heads > 1 else ():
-        steps = {name: partial(_shared, share, name) for name in ("dG", "gG")}
-        yield "sparse-gate-not-summed", text, BEYOND, steps
-
-
-def _shared(share: Floats, name: str, c: Context) -> Floats:
-    return np.asarray(share[c.view.heads % len(share), None, None] * STEPS[name](c))
+def _of_head(head: int, heads: int, name: str, c: Context) -> Floats:
+    """The share of one of the heads of a selection in the gradient."""
+    return np.asarray((c.view.heads % heads == head)[:, None, None] * STEPS[name](c))
 
 
 # for slots (heads, n, m), -1 of the own block where none names it, of so many others; own: keys of
@@ -127,44 +121,30 @@ def _in_slots(of: Slots, question: Question, view: View) -> View:
     return replace(view, slot=slot)
 
 
-def _by_place(own: bool, question: Question, views: Sequence[View]) -> Sequence[View]:
-    """Views with factors by a block's place among those walked, ascending; ``own``: its own too."""
-    if not views or views[0].lists is None or not question.slots:
-        return views
-    x, entry = views[0].lists, np.arange(question.slots + 1)
-    here = np.broadcast_to(x.own_block, (*x.named.shape[:2], 1))
-    block = np.concatenate([x.named, here], axis=2)
-    walked = (x.walked > 0) & (own | (entry < question.slots))
-    walked &= (block <= here) | (not question.causal)
-    place = ((block[..., None, :] < block[..., None]) & walked[..., None, :]).sum(axis=3)
-    place = np.minimum(place, question.slots - 1)
-    found = []
-    for view in views:
-        slot, selections = np.asarray(view.slot), np.asarray(view.selections)[:, None, None]
-        taken = place[view.rows[:, None], selections, np.maximum(slot, 0)]
-        found.append(replace(view, slot=np.where(slot < 0, slot, taken)))
-    return found
+def _by_place(own: bool, question: Question, view: View) -> View:
+    """A view with factors by a block's place in the sorted walk; ``own``: its own block counts."""
+    if view.slot is None or not question.slots:
+        return view
+    walked = replace(view, weight=view.weight * (own | (view.slot >= 0)))
+    place, _ = walks.in_walk(walks.ORDERS["blocks ascending"], question, walked)
+    return replace(view, slot=np.where(view.slot < 0, -1, np.minimum(place, question.slots - 1)))
 
 
-def _unsorted(order: walks.Order, back: bool, question: Question, view: View) -> View:
+def _unsorted(order: walks.Order, question: Question, view: View) -> View:
     """The same view with factors of pairs as they are by queries, where the pairs are sorted by
-    blocks; ``back``: those sorted so, where the pairs are not. order: of a query's blocks."""
+    blocks. order: of a query's blocks."""
     if view.slot is None or not question.slots:
         return view
     block = (view.keys - question.cu_seqlens_k[view.sequence]) // question.block_size
-    found = np.full(view.slot.shape, -1)
-    for here, slot, seen in zip(found, view.slot, view.weight > 0, strict=False):
-        of_blocks = np.full((len(slot), int(block.max(initial=0)) + 1), ABSENT)
-        row, key = np.nonzero(seen)
-        of_blocks[row, block[key]] = slot[row, key]
-        i, b = np.nonzero(of_blocks != ABSENT)
-        by_row = np.lexsort((order(of_blocks[i, b], b, question.slots), i)) if len(i) else i
-        i, b = i[by_row], b[by_row]
-        by_block, slots = np.argsort(b, kind="stable"), of_blocks[i, b]
-        of_blocks[i[by_block], b[by_block]] = slots
-        of_blocks[i, b] = slots[by_block] if back else of_blocks[i, b]
-        here[:] = np.where(seen, of_blocks[:, block], -1)
-    return replace(view, slot=found)
+    h, i, j = np.nonzero(view.weight > 0)
+    found = np.full((*view.slot.shape[:2], int(block.max(initial=0)) + 1), ABSENT)
+    found[h, i, block[j]] = view.slot[h, i, j]
+    h, i, b = np.nonzero(found != ABSENT)
+    by_row = np.lexsort((order(found[h, i, b], b, question.slots), i, h))
+    h, i, b = h[by_row], i[by_row], b[by_row]
+    by_block, slots = np.lexsort((i, b, h)), found[h, i, b]
+    found[h[by_block], i[by_block], b[by_block]] = slots
+    return replace(view, slot=np.where(view.weight > 0, found[..., block], -1))
 
 
 def _gate_of(change: Change, c: Context) -> Floats | float:
@@ -187,8 +167,7 @@ def _of_the_last(x: Lists) -> Lists:
 CHANGES: dict[str, Change] = {
     **{words: partial(_in_slots, of) for words, of in SLOTS.items()},
     **{
-        f"those of pairs {how}, {words}": partial(_unsorted, walks.ORDERS[words], back)
-        for how, back in (("not sorted by blocks as the pairs are", False), ("sorted alone", True))
+        f"those of pairs not sorted along, {words}": partial(_unsorted, walks.ORDERS[words])
         for words in ("in the order of the slots", "blocks ascending")
     },
 }
@@ -197,6 +176,6 @@ OTHERS: dict[str, See] = {
     "blocks ascending": listed(partial(_sorted, lambda x: x.named)),
     "padding last": listed(partial(_sorted, lambda x: ~x.is_block)),
     "of a block that is named twice that of the last slot": listed(_of_the_last),
-    PLACE: partial(_by_place, False),
-    f"{PLACE}, the own one among them": partial(_by_place, True),
+    PLACE: each(_by_place, False),
+    f"{PLACE}, the own one among them": each(_by_place, True),
 }

@@ -62,15 +62,6 @@ def _again(slots: bool = False, own: bool = False, apart: bool = False) -> Chang
     return change
 
 
-def _at_most(count: int, own_first: bool, x: Lists) -> Lists:
-    """So many blocks of a query's walk, where an own block that no slot names is first, or last."""
-    there = x.walked > 0
-    there[..., :-1] &= ~(x.cut[..., :-1] & (x.named > x.own_block))
-    there = np.roll(there, own_first, axis=2)
-    kept = np.roll(np.cumsum(there, axis=2) <= count, -own_first, axis=2)
-    return replace(x, times=x.walked * kept)
-
-
 def _uncut(free: Callable[[Ints, Ints], Any]) -> Change:
     """Entries that are not cut at the query: by whether they are slots, and name the own block."""
 
@@ -89,9 +80,8 @@ def _in_32_bits(x: Lists) -> Ints:
 
 def _union(size: int, x: Lists) -> Lists:
     """With the blocks of all of a tile of queries of its sequence."""
-    token, start = np.arange(len(x.named)), x.start[:, 0, 0]
-    tile = start + (token - start) // size * size
-    tile = np.where(x.question.sequence_of("q") < 0, token, tile)
+    token = np.arange(len(x.named))
+    tile = np.where(x.question.sequence_of("q") < 0, token, token - x.row[:, 0, 0] % size)
     block = np.arange(int(x.blocks.max(initial=0)))
     named = np.where(x.exists, x.named, -1)
     seen = (named[..., None] == block).any(axis=2) | ((block == x.own_block) & x.own)
@@ -105,8 +95,7 @@ def _union(size: int, x: Lists) -> Lists:
 MISSING, TWICE, CUT = "sparse-own-block-missing", "sparse-duplicate-twice", "sparse-list-cut"
 READ, OPEN, COUNTS = "sparse-padding-read", "sparse-not-causal", "sparse-counts-ignored"
 MISREAD, PLACE = "sparse-lists-misread", "sparse-other-place"
-TABLE: tuple[Row, ...] = (  # the first one is of block_counts
-    (MISSING, "block_counts cut it off too", where(own=lambda x: x.own & (x.limit > len(x.slots)))),
+TABLE: tuple[Row, ...] = (
     (OPEN, "everywhere", _uncut(lambda slot, own: slot)),
     (OPEN, "in the own block", _uncut(lambda slot, own: own)),
     (OPEN, "in the own block, unless it is selected", _uncut(lambda slot, own: own & ~slot)),
@@ -129,7 +118,6 @@ TABLE: tuple[Row, ...] = (  # the first one is of block_counts
     (COUNTS, "one slot too many", _only(lambda x: x.slots < x.limit + 1)),
     (COUNTS, "of named blocks", _only(lambda x: np.cumsum(x.is_block, axis=2) <= x.limit)),
     (CUT, "at the first -1", _ending(lambda x: x.named < 0)),
-    (CUT, "at the first that is no block of the sequence", _ending(lambda x: ~x.exists)),
     (CUT, "at the first repeat", _ending(lambda x: x.number > 0)),
     (OPEN, "in the block around the query", _uncut(lambda slot, own: slot & own)),
     (OPEN, "everywhere, the own block too", _uncut(lambda slot, own: True)),
@@ -138,13 +126,10 @@ TABLE: tuple[Row, ...] = (  # the first one is of block_counts
 
 def rows(question: Question) -> Iterator[Row]:
     """All of them; some show nothing."""
-    yield from TABLE[question.block_counts is None :]
+    yield from TABLE
     for size in sorted({question.block_size // 2, 2 * question.block_size} - {0}):
         words = f"blocks of {size} keys in place of {question.block_size}"
         yield ("wrong-keys", words, partial(replace, size=size))
-    for count, own in product(range(1, question.slots + question.own), ("last", "first")):
-        text = f"behind {count} blocks, an own one that no slot names {own}"
-        yield (CUT, text, partial(_at_most, count, own == "first"))
     selections = np.asarray(question.block_indices).shape[1]
     right = np.arange(question.num_heads_q) * selections // question.num_heads_q
     for words, of in maps.other_heads(right, selections, question.group).items():
@@ -197,19 +182,16 @@ def maps_of(question: Question) -> Iterator[maps.Map]:
     for words, by in product(ways, (1, *TILES)):
         if by < longest and (by > 1 or words in ways[2:4]):
             yield maps.of_rows(words, by)
-    beyond = len(question.k) > len(question.q)  # the last list it may be taken
     for of in maps.sequences(question):
-        yield (own := replace(of, words=of.words.replace("the other side", "cu_seqlens_k")))
-        if beyond:
-            words = f"{own.words}, the last list beyond"
-            yield maps.Map("sequences", words, partial(_within, of))
+        words = of.words.replace("the other side", "cu_seqlens_k")
+        yield maps.Map("sequences", words, partial(_within, of))
     if np.asarray(question.block_indices).shape[1] > 1:
         yield from [*maps.heads(question)][:3]  # others are of groups
     yield from maps.layouts(False)
 
 
 def _within(by: maps.Map, g: maps.Geometry) -> maps.At:
-    at = by.of(g)
+    at = by.of(g)  # beyond the end there is the last list
     return at._replace(t=np.minimum(at.t, g.shape[0] - 1))
 
 

@@ -42,16 +42,16 @@ def of_weights(question: Question) -> Iterator[Bug]:
     yield from (Bug(name, words, see=listed(change)) for name, words, change in rows(question))
     if question.block_scale is not None:
         yield from gates.bugs(question, lambda see: True)
-    yield from misread(question)
-    yield from gates.misread(question)
+    yield from chain(misread(question), gates.misread(question), walks.cut(question))
 
 
 def candidates(question: Question, stage: str, wrong: Collection[str]) -> Iterator[Bug]:
     """More of a stage, tried on one sequence: other arrays, parts of walks, tiles."""
     sizes = (size for size in TILES if size < 2 * max(question.lengths_k))
     of_tiles = (bug for size in sizes for bug in tiles(question, size))
-    of_walks = chain(walks.bugs(question, wrong), walks.stale(question), walks.of_places(question))
-    every = chain(misread(question), gates.misread(question), of_walks, of_tiles)
+    of_walks = chain(walks.cut(question), walks.bugs(question, wrong), walks.stale(question))
+    of_lists = chain(misread(question), gates.misread(question), walks.of_places(question))
+    every = chain(of_lists, of_walks, of_tiles)
     yield from (bug for bug in every if stage in bug.stages)
 
 

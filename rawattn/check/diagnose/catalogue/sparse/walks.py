@@ -5,7 +5,6 @@ from collections.abc import Callable, Collection, Iterator
 from dataclasses import replace
 from functools import partial
 from itertools import product
-from types import SimpleNamespace
 
 import numpy as np
 
@@ -13,7 +12,6 @@ from rawattn.check.diagnose.catalogue import stages
 from rawattn.check.diagnose.engine.attention import BACKWARD, FORWARD, RESULTS, Bug, View, each
 from rawattn.check.diagnose.engine.question import Question
 from rawattn.check.diagnose.engine.steps import STEPS, Context, Floats, Step, changed
-from rawattn.reference.dense import dead_to_inf
 
 Ints = np.ndarray
 Order = Callable[[Ints, Ints, int], Ints]  # of slots, -1 for the own block, blocks, slots' number
@@ -24,29 +22,29 @@ ORDERS: dict[str, Order] = {
     "blocks descending": lambda slot, block, last: block.max() - block,
 }
 LOTS = (1, 2, 4, 8, 16, 32, 64, 128)  # queries of one step of a loop
-LOTS_ALONE = "in whole lots of {} alone"
+AT_MOST, LOTS_ALONE = "at most {}, the first", "in whole lots of {} alone"
 # which of so many places count, in lots of t
 Share = Callable[[Ints, Ints, int], Ints]
 SHARES: dict[str, Share] = {
     "the last {} alone": lambda p, n, t: p // t == (n - 1) // t,
-    "at most {}, the first": lambda p, n, t: p < t,
+    AT_MOST: lambda p, n, t: p < t,
     "without the first {}": lambda p, n, t: p >= t,
     LOTS_ALONE: lambda p, n, t: p < n // t * t,
 }
-ROUNDED_DOWN: dict[str, Share] = {  # what whole lots, or so many splits, leave
-    LOTS_ALONE: SHARES[LOTS_ALONE],
+LEFT: dict[str, Share] = {  # by lists of so many, whole lots, and so many splits
+    **{words: SHARES[words] for words in (AT_MOST, LOTS_ALONE)},
     "in {} equal parts, rounded down, alone": lambda p, n, t: p < np.maximum(n // t, 1) * t,
 }
 OVERWRITES = "the last {} alone"
 READS = {"K in Q K^T, V in P V": ("Y", "O"), "K in Q K^T": ("Y",), "V in P V": ("O",)}
-Places = Callable[[Context], tuple[Ints, Ints]]
+Places = Callable[[Question, View], tuple[Ints, Ints]]
 
 
-def in_lists(c: Context) -> tuple[Ints, Ints]:
+def in_lists(question: Question, view: View) -> tuple[Ints, Ints]:
     """The place of every query in the list of the key's block, (heads, n, m), -1 where it does not
     see the key, and the length of that list, (heads, 1, m)."""
-    seen = c.W > 0
-    block = (c.view.keys - c.question.cu_seqlens_k[c.view.sequence]) // c.question.block_size
+    seen = view.weight > 0
+    block = (view.keys - question.cu_seqlens_k[view.sequence]) // question.block_size
     of_block = np.zeros((int(block.max(initial=0)) + 1, *seen.shape[1::-1]), dtype=bool)
     np.logical_or.at(of_block, block, seen.T)
     place = np.cumsum(of_block, axis=1)[block].T - 1
@@ -55,24 +53,23 @@ def in_lists(c: Context) -> tuple[Ints, Ints]:
 
 def tiles(question: Question) -> dict[str, Callable[[Context], list[Ints]]]:
     """Which pairs every step of a walk has: blocks."""
-    found = {f"block by block, {of}": partial(_steps, order) for of, order in ORDERS.items()}
-    return found | {"slot by slot": partial(_parts, tuple(range(question.slots + 1)))}
+    return {f"block by block, {of}": partial(_steps, order) for of, order in ORDERS.items()}
 
 
 def _steps(order: Order, c: Context) -> list[Ints]:
     """Pairs by the place of the key's block in the query's walk."""
-    place, _ = in_walk(order, c)
+    place, _ = in_walk(order, c.question, c.view)
     return [place == step for step in range(int(place.max(initial=0)) + 1)]
 
 
-def in_walk(order: Order, c: Context) -> tuple[Ints, Ints]:
+def in_walk(order: Order, question: Question, view: View) -> tuple[Ints, Ints]:
     """The place of the key's block in the walk of every query, (heads, n, m), -1 where it does not
     see the key, and the length of that walk, (heads, n, 1)."""
-    seen, view = c.W > 0, c.view
+    seen = view.weight > 0
     if view.slot is None:  # of the sliding branch
         return np.where(seen, 0, -1), np.ones((*seen.shape[:2], 1), dtype=np.int64)
-    block = (view.keys - c.question.cu_seqlens_k[view.sequence]) // c.question.block_size
-    by = order(view.slot, np.broadcast_to(block, view.slot.shape), c.question.slots)
+    block = (view.keys - question.cu_seqlens_k[view.sequence]) // question.block_size
+    by = order(view.slot, np.broadcast_to(block, view.slot.shape), question.slots)
     there = np.zeros((*seen.shape[:2], int(by.max(initial=0)) + 1), dtype=bool)
     heads, rows = np.ogrid[: seen.shape[0], : seen.shape[1]]
     np.logical_or.at(there, (heads[..., None], rows[..., None], by), seen)
@@ -89,7 +86,7 @@ def _parted(order: Order, size: int, rest: bool, c: Context) -> list[Ints]:
 
 def _shared(order: Order, parts: int, up: int, c: Context) -> list[Ints]:
     """Pairs by so many equal parts of every query's own walk."""
-    place, count = in_walk(order, c)
+    place, count = in_walk(order, c.question, c.view)
     part = np.where(place < 0, -1, (place * parts + up * (parts - 1)) // np.maximum(count, 1))
     return [part == number for number in range(parts)]
 
@@ -122,12 +119,7 @@ def _parts(part: tuple[int, ...], c: Context) -> list[Ints]:
 
 
 def bugs(question: Question, wrong: Collection[str]) -> Iterator[Bug]:
-    """A part of a list of queries that counts alone, in what is ``wrong``; in whole lots of blocks
-    everything may be made."""
-    rounded = product(ORDERS.items(), ROUNDED_DOWN.items(), range(2, question.slots + 1))
-    for (of, order), (words, share), lot in rounded:
-        text = f"of the blocks that a query walks, {of}, {words.format(lot)}"
-        yield Bug("sparse-list-cut", text, see=each(_kept, order, share, lot))
+    """A part of a list of queries, or of a walk, that counts alone, in what is ``wrong``."""
     if "dq" in wrong:
         for (of, order), (words, share) in product(ORDERS.items(), SHARES.items()):
             for most in range(1, question.slots + 1):
@@ -146,17 +138,22 @@ def bugs(question: Question, wrong: Collection[str]) -> Iterator[Bug]:
                 yield Bug(name, f"{' and '.join(names)}, {text}", BACKWARD, steps=steps)
 
 
+def cut(question: Question) -> Iterator[Bug]:
+    """Parts of walks that everything is made of."""
+    lots = range(1, question.slots + 1)
+    for (of, order), (words, share), lot in product(ORDERS.items(), LEFT.items(), lots):
+        text = f"of the blocks that a query walks, {of}, {words.format(lot)}"
+        yield Bug("sparse-list-cut", text, see=each(_kept, order, share, lot))
+
+
 def _kept(order: Order, share: Share, lot: int, question: Question, view: View) -> View:
     """A view with the blocks of a walk that count."""
-    c = SimpleNamespace(question=question, view=view, W=view.weight)
-    place, count = in_walk(order, c)
+    place, count = in_walk(order, question, view)
     return replace(view, weight=view.weight * share(place, count, lot))
 
 
-BY_PLACE = {  # arrays that have a row for the place in a list, and the steps that read them
-    **{"q": "Y dK", "dout": "dP dV", "lse": "bP", "delta": "dS", "block_scale": "S dY"},
-    **{"lse and delta": "bP dS", "q and dout": "Y dK dP dV"},
-}
+# arrays that have a row for the place in a list, and the steps that read them
+BY_PLACE = {"q": "Y dK", "dout": "dP dV", "q and dout": "Y dK dP dV"}
 
 
 def of_places(question: Question) -> Iterator[Bug]:
@@ -169,20 +166,10 @@ def of_places(question: Question) -> Iterator[Bug]:
 
 def _by_place(step: str, c: Context) -> Floats:
     """A step whose operand of queries, for every pair, is that of the row of its place."""
-    place = in_lists(c)[0]
+    place, _ = in_lists(c.question, c.view)
     rows = np.maximum(place, 0)
-
-    def moved(x: Floats) -> Floats:
-        return np.asarray(np.take_along_axis(np.broadcast_to(x, place.shape), rows, axis=1))
-
     if step in ("Y", "dP"):
-        return moved(STEPS[step](c))
-    if step in ("S", "dY"):
-        return np.asarray(STEPS[step](changed(c, G=_gates_by_place(c, rows))))
-    if step in ("bP", "dS"):
-        name = "L" if step == "bP" else "D"
-        x = moved(getattr(c, name)[..., None])
-        return np.asarray(np.exp(c.S - dead_to_inf(np, x)) if step == "bP" else c.P * (c.dP - x))
+        return np.asarray(np.take_along_axis(STEPS[step](c), rows, axis=1))
     found = {name: np.zeros_like(getattr(c, name)) for name in ("P", "dY")}
     heads, _, keys = np.ogrid[: place.shape[0], :1, : place.shape[2]]
     for name, x in found.items():
@@ -190,20 +177,9 @@ def _by_place(step: str, c: Context) -> Floats:
     return np.asarray(STEPS[step](changed(c, **found)))
 
 
-def _gates_by_place(c: Context, rows: Ints) -> Floats:
-    """Factors of the pairs' own slots, of the query at this row of the view."""
-    scale, view = c.question.block_scale, c.view
-    if scale is None or view.slot is None:
-        return np.ones(rows.shape)
-    found = scale[view.rows[rows], view.selections[:, None, None], np.maximum(view.slot, 0)]
-    return np.where(view.slot >= 0, found, 1.0)
-
-
 def stale(question: Question) -> Iterator[Bug]:
     """k or v of a block from the stage of another step of a query's walk."""
-    steps = np.arange(8)
-    loops = [x for x in stages.LOOPS.items() if (x[1](steps) != steps).any()]
-    for (of, order), (words, which) in product(ORDERS.items(), loops):
+    for (of, order), (words, which) in product(ORDERS.items(), stages.LOOPS.items()):
         taken = partial(_taken, order, which)
         ways: dict[str, Step] = {"Y": partial(_scores_of, taken), "O": partial(_values_of, taken)}
         for operands, read in READS.items():
@@ -214,7 +190,8 @@ def stale(question: Question) -> Iterator[Bug]:
 def _taken(order: Order, which: stages.Which, c: Context) -> Ints:
     """The key that is taken for each, (heads, n, m): the same of another block; m for none,
     where that is not seen."""
-    (place, count), (keys, size) = in_walk(order, c), (c.W.shape[2], c.question.block_size)
+    keys, size = c.W.shape[2], c.question.block_size
+    place, count = in_walk(order, c.question, c.view)
     blocks = np.full((*place.shape[:2], int(count.max(initial=0)) + 1), -1)
     h, i, j = np.nonzero(place >= 0)
     blocks[h, i, place[h, i, j]] = j // size
@@ -243,6 +220,6 @@ def _values_of(taken: Callable[[Context], Ints], c: Context) -> Floats:
 
 def _weighed(step: str, places: Places, share: Share, lot: int, c: Context) -> Floats:
     """A product of the pairs that count."""
-    at, count = places(c)
+    at, count = places(c.question, c.view)
     kept = (at >= 0) & share(at, count, lot)
     return np.asarray(STEPS[step](changed(c, P=c.P * kept, dY=c.dY * kept)))
