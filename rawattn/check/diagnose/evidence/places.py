@@ -138,13 +138,10 @@ class Places:
             found |= {"j - i": lambda: j - i, "p": lambda: p}
             found["j - i + (seqlen_k - seqlen_q)"] = lambda: j - i + m - n
             found |= {"j - seqlen_q": lambda: j - n, "i - seqlen_k": lambda: i - m}
-            longest, other = max(lengths), max(self.question.lengths_q)
-            of_longest = {
-                "j - the longest seqlen_q": lambda: j - other,
-                "j - i - (the longest seqlen_k - the longest seqlen_q)": lambda: (
-                    j - i - longest + other
-                ),
-            }
+            longest = max(self.question.lengths_q)
+            difference = "(the longest seqlen_k - the longest seqlen_q)"
+            of_longest = {"j - the longest seqlen_q": lambda: j - longest}
+            of_longest[f"j - i - {difference}"] = lambda: j - i - max(lengths) + longest
             found = of_longest | found
         found |= {
             "seqlen_k": lambda: m,

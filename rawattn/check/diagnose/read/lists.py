@@ -9,11 +9,10 @@ import numpy as np
 from rawattn.check.diagnose.catalogue.sparse import selection
 from rawattn.check.diagnose.engine.attention import NO_BUG, Bug, View, exact, per_key, views_of
 from rawattn.check.diagnose.engine.steps import STEPS, changed
-from rawattn.check.diagnose.evidence.places import Places, log_sum
+from rawattn.check.diagnose.evidence.places import Array, Places, log_sum
 from rawattn.check.diagnose.read.probe import Weights
 from rawattn.reference.dense import dead_to_inf
 
-Array = np.ndarray
 SITES = {"S", "dY", "E", "tdY"}  # steps that have the factors of scores
 NOISE = 8  # times what log-weights may be off by
 

@@ -13,12 +13,11 @@ import numpy as np
 
 from rawattn.check.cases import in_use
 from rawattn.check.diagnose.engine.question import Answers, Question
-from rawattn.check.diagnose.evidence.places import Places, Right
+from rawattn.check.diagnose.evidence.places import Array, Places, Right
 from rawattn.check.diagnose.read.contexts import backward_of
 from rawattn.check.diff import FLOATING
 
 Ask = Callable[[Question], Answers]  # answers of one stage; may raise anything
-Array = np.ndarray
 OF_DERIVATIVES = ("dout", "dlse", "tq", "tk", "tv", "tsinks", "tblock_scale", "sliding")
 SPREAD = 0.8  # standard deviation of scores: small, so that no weight is too small for 16 bits
 CALLS = 160  # of a reading, at most: counted, so that a busy machine reads what an idle one does

@@ -7,7 +7,7 @@ from itertools import islice
 import numpy as np
 
 from rawattn.check.diagnose.engine.attention import STEPS, Context, changed
-from rawattn.check.diagnose.evidence.places import places_of
+from rawattn.check.diagnose.evidence.places import Array, places_of
 from rawattn.check.diagnose.evidence.support import LESS, MORE, Support, support_of
 from rawattn.check.diagnose.read.classes import BACKWARD_ONLY, of_pairs
 from rawattn.check.diagnose.read.contexts import of_view
@@ -20,7 +20,6 @@ from rawattn.check.diagnose.read.terms import at, of_distance
 from rawattn.check.diagnose.read.weights import of_lists, said_of
 from rawattn.reference.dense import dead_to_inf
 
-Array = np.ndarray
 VERBS = {LESS: "misses pairs", MORE: "has pairs that must not be"}
 SLOPES: dict[str, Callable[[Array], Array]] = {  # of t = tanh, the capped score over the cap
     **{"": np.ones_like, "t": lambda t: t, "t^2": lambda t: t**2, "t^4": lambda t: t**4},
@@ -39,8 +38,7 @@ def said_of_backward(
         return of_heads
     weights = cache(lambda: second().weights)
     listed = islice(of_lists(read.weights, weights), TRIED)
-    every = [_with_slopes(said, read, second) for said in listed]
-    if every:
+    if every := [_with_slopes(said, read, second) for said in listed]:
         return next((said for said in every if "dS" in said.right), every[0])
     return _with_slopes(said_of(read.weights, weights, support), read, second)
 

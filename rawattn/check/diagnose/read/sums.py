@@ -8,8 +8,8 @@ import numpy as np
 
 from rawattn.check.diagnose.catalogue import maps, options
 from rawattn.check.diagnose.engine.attention import TILES
-from rawattn.check.diagnose.engine.steps import LOG2_E, STEPS, Context, Step
-from rawattn.check.diagnose.evidence.places import Places, Right, log_sum, places_of
+from rawattn.check.diagnose.engine.steps import LOG2_E, STEPS, Context
+from rawattn.check.diagnose.evidence.places import Array, Places, Right, log_sum, places_of
 from rawattn.check.diagnose.evidence.rules import Rule, Span
 from rawattn.check.diagnose.read.contexts import of_view
 from rawattn.check.diagnose.read.fields import by_head, number, sum_in_words, sums_of
@@ -18,7 +18,6 @@ from rawattn.check.diagnose.read.said import Said, logs_of, noise_of, seen_of
 from rawattn.check.diagnose.read.terms import of_other_heads
 from rawattn.reference.dense import dead_to_inf
 
-Array = np.ndarray
 FEW = 0.3  # of rows
 ROUNDED = 8e-3  # off by less: sums or weights in 16 bits may be
 PARTS: dict[str, Callable[[Array, Array], Array]] = {  # of L or sinks, and the row's maximum
@@ -29,9 +28,10 @@ PARTS: dict[str, Callable[[Array, Array], Array]] = {  # of L or sinks, and the 
     "": lambda L, top: top**0,
 }
 SUMMED = {  # of the right lse and row_max, if that is all
-    ("lse-without-max", ""): (1, -1),
-    ("lse-base-2", ": the logarithm of the row sum is in base 2"): (LOG2_E, 1 - LOG2_E),
-    ("lse-base-2", ": the row maximum is in base 2"): (1, LOG2_E - 1),
+    ("lse-base-2", "in base 2"): (LOG2_E, 0),
+    ("lse-without-max", "{}"): (1, -1),
+    ("lse-base-2", "{}: the logarithm of the row sum is in base 2"): (LOG2_E, 1 - LOG2_E),
+    ("lse-base-2", "{}: the row maximum is in base 2"): (1, LOG2_E - 1),
 }
 KEYS: dict[str, Callable[[Places], Array]] = {  # that row sums may be over
     "the keys that must be seen": lambda places: places.rights,
@@ -133,14 +133,11 @@ def _say_lse(said: Said, x: _Rows, with_sinks: Array) -> None:
         said.unread.append("lse is off by less than a hundredth")
     elif factors is None:
         said.wrong.append("lse is not the logarithm of the row sums")
-    elif [*factors] == ["the right lse"] and abs(factors["the right lse"] * np.log(2) - 1) < 1e-2:
-        said.say("lse is in base 2", "lse-base-2")
     else:
         by = [factors.get(name, 0.0) for name in PARTS]
         told = (x for x, due in SUMMED.items() if np.allclose(by, (due[0], 0, due[1], 0, 0), 1e-2))
-        name, text = next(told, ("unknown", ""))
-        said.say(f"lse is {sum_in_words(factors)}{text}", name)
-    if factors is not None:
+        name, text = next(told, ("unknown", "{}"))
+        said.say(f"lse is {text.format(sum_in_words(factors))}", name)
         said.steps["L"] = partial(_L, factors)
 
 
@@ -245,10 +242,8 @@ def _say_mass(said: Said, x: _Rows, due: Array) -> None:
         said.steps["softmax"] = partial(_over_others, partial(_moved, by))
     elif sinks is not None and (often := _often(x, mass / sinks)):
         said.say(f"the row sums have exp(sink) {often} too often", "denominator")
-    elif (more := _more(x, mass, said.weights.right.lse)) is not None:
-        text, name, step = more
-        said.say(f"the row sums have {text}", name)
-        said.steps |= options.with_sink(step)
+    elif _say_more(said, x, mass):
+        return
     elif np.abs(ratio).max() < ROUNDED:
         said.unread.append("the row sums are off by less than a hundredth, by no rule")
     elif often := _often(x, mass):
@@ -286,10 +281,9 @@ def _often(x: _Rows, times: Array) -> str:
     return f"{whole.min():.0f} to {whole.max():.0f} times ({of})"
 
 
-def _more(x: _Rows, mass: Array, lse: Array) -> tuple[str, str, Step] | None:
-    """What the ``mass`` (num_heads_q, total_q) in the row sums is, its class, and the logarithm of
-    the sink that does it."""
-    allowed = 8 * x.noise * np.maximum(np.exp(lse), 1)
+def _say_more(said: Said, x: _Rows, mass: Array) -> bool:
+    """Whether the ``mass`` (num_heads_q, total_q) in the row sums is that of a sink."""
+    allowed = 8 * x.noise * np.maximum(np.exp(said.weights.right.lse), 1)
     for end, of in _others(x, mass).items():
         unit = np.where(x.known, of(x.places), 0.0) / allowed
         size = (unit**2).sum(axis=1)
@@ -297,11 +291,12 @@ def _more(x: _Rows, mass: Array, lse: Array) -> tuple[str, str, Step] | None:
         times = np.where(np.abs(times - np.rint(times)) < 0.02, np.rint(times), times)
         left = np.abs(mass / allowed - times[:, None] * unit)[x.known].max()
         if left < 1 and size.any() and (not end or (times == 1).all()):
-            text, name = f"every key of padding up to {end}", "padded-keys"
-            if not end:
-                text, name = f"{by_head(times)} more than the keys that are seen", "denominator"
-            return text, name, partial(_and_more, times, of)
-    return None
+            text = f"every key of padding up to {end}"
+            text = text if end else f"{by_head(times)} more than the keys that are seen"
+            said.say(f"the row sums have {text}", "padded-keys" if end else "denominator")
+            said.steps |= options.with_sink(partial(_and_more, times, of))
+            return True
+    return False
 
 
 def _others(x: _Rows, mass: Array) -> dict[str, Callable[[Places], Array]]:
