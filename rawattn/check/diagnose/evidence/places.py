@@ -96,17 +96,15 @@ class Places:
 
     @cached_property
     def gates(self) -> Array | float:
-        """Factors of the scores, like ``rights``; 1 where there are none."""
-        heads, scale = range(self.question.num_heads_q), self.question.block_scale
-        if scale is None:
+        """Factors of the scores, like ``rights``; 1 where no slot names the key's block."""
+        if (scale := self.question.block_scale) is None:
             return 1.0
-        return np.stack([self.of(head).gate(np.asarray(scale, np.float64)) for head in heads])
-
-    def gate(self, scale: Array) -> Array:
-        """(total_q, total_k) of ``scale``, 1 where no slot names the key's block."""
-        of_query = scale[self.query[:, 0], self.selection]
-        taken = np.take_along_axis(of_query, np.maximum(self.slots, 0), axis=1)
-        return np.where(self.slots >= 0, taken, 1.0)
+        found = []
+        for of in map(self.of, range(self.question.num_heads_q)):
+            of_rows = np.asarray(scale, np.float64)[self.query[:, 0], of.selection]
+            taken = np.take_along_axis(of_rows, np.maximum(of.slots, 0), axis=1)
+            found.append(np.where(of.slots >= 0, taken, 1.0))
+        return np.stack(found)
 
     def feature(self, name: str) -> Array:
         """An integer of every pair, or of every query (total_q, 1), by what it is called, here or
@@ -213,21 +211,15 @@ class Places:
         }
 
     def _of_heads(self, h: int) -> dict[str, Callable[[], Array]]:
-        """What hangs on the query head h: rows that are packed with those of the other heads of a
-        group, in their two orders."""
+        """What hangs on the query head h: rows packed with those of the other heads of a group."""
         i, j, n, m, g = self.i, self.j, self.n, self.m, self.question.group
-        packed = f"packed row {g} i + h % {g}"
-        rows = {
-            f"({packed})": g * i + h % g,
-            f"({packed}) % seqlen_q": (g * i + h % g) % n,
-            f"(packed row h % {g} seqlen_q + i)": h % g * n + i,
+        packed, row = f"(packed row {g} i + h % {g})", g * i + h % g
+        return {
+            "h": lambda: h + 0 * i,
+            f"h % {g}": lambda: h % g + 0 * i,
+            f"j - {packed}": lambda: j - row,
+            f"j - {packed} - seqlen_k + seqlen_q": lambda: j - row - m + n,
         }
-        found: dict[str, Callable[[], Array]] = {"h": lambda: h + 0 * i}
-        found[f"h % {g}"] = lambda: h % g + 0 * i
-        for name, row in rows.items():
-            found[f"j - {name}"] = partial(np.subtract, j, row)
-            found[f"j - {name} - seqlen_k + seqlen_q"] = partial(np.subtract, j, row + m - n)
-        return found
 
     @property
     def by_head(self) -> list[str]:
@@ -252,22 +244,18 @@ class Places:
         if q.block_counts is not None:
             count = np.asarray(q.block_counts)[self.query, self.selection].clip(0, count)
         inside = (named >= 0) & (named < -(-self.m // size))
-        counted = np.arange(named.shape[1]) < count
-        held = inside & counted
+        held = inside & (np.arange(named.shape[1]) < count)
         block = self.j // size
 
-        def times(there: Array, at: Array | int = self.own) -> Array:
+        def times(there: Array) -> Array:
             found = (named[..., None] == block[:, None]) & there[..., None]
-            return np.asarray(found.sum(axis=1) * at)
+            return np.asarray(found.sum(axis=1) * self.own)
 
         return {
             "the slot of the key's block": lambda: slots,
             "slots that count behind it": lambda: np.where(slots >= 0, count - 1 - slots, -1),
             "times the key's block is named": lambda: times(held),
             "times it is named, in slots that do not count": lambda: times(inside & ~held),
-            "times its block, counted on past the end, is named": lambda: np.where(
-                self.j >= self.m, times(counted, 1), 0
-            ),
             "negative slots of the query": lambda: (named < 0).sum(axis=1)[:, None],
             "the key's block - the query's": lambda: block - self.p // size,
             "the key's block": lambda: block,
@@ -278,10 +266,7 @@ class Places:
         walked = self.slots != ABSENT
         place = np.where(walked, np.cumsum(walked, axis=0) - 1, -1)
         count, at, size = walked.sum(axis=0), "its block's list of queries", "its length"
-        found: dict[str, Callable[[], Array]] = {
-            f"the place in {at}": lambda: place,
-            f"{size} - 1 - the place in {at}": lambda: count - 1 - place,
-        }
+        found: dict[str, Callable[[], Array]] = {f"the place in {at}": lambda: place}
         for t in LOOPS[:3]:
             found |= of_tiles(f"the place in {at}", place, size, count, t)
         return found

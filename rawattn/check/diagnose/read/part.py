@@ -88,6 +88,11 @@ class Part:
         return self.field(np.where(self.known, self.slopes.dS - due, 0.0) / size).zero
 
     @property
+    def right(self) -> bool:
+        """Whether dS is right, for all that P is not."""
+        return not (self.gone.any() or self.wrongly.any()) and self.field(self.f - 1).zero
+
+    @property
     def pairs(self) -> tuple[Places, Array, Array]:
         """Which pairs dS has, beside those of P, as ``support_of`` takes it."""
         x, right = self.places, self.places.rights

@@ -72,7 +72,7 @@ def _change(
         """ValueError where it is not known who sees whom."""
         return Part(said, read.weights.places, name, read.slopes[name])
 
-    if (said.see or said.term or said.listed) and _is_right(part(None, read)):
+    if (said.see or said.term or said.listed) and part(None, read).right:
         return Change(["is that of the right weights"], "", _masked, masked=True)
     own = part(said, read)
     if said.wrong and own.fits(own.of(by_own_sums)):
@@ -103,11 +103,6 @@ def _of_sums(read: Backward) -> Said | None:
         said.wrong.append(f"{name}, {'; '.join(of_heads)}")
     said.names.append("gqa-group-not-summed" if alone else "gqa-reduction-map")
     return None if said.sound else said
-
-
-def _is_right(part: Part) -> bool:
-    """Whether dS is right, for all that P is not."""
-    return not (part.gone.any() or part.wrongly.any()) and part.field(part.f - 1).zero
 
 
 def _masked(c: Context) -> Array:

@@ -47,7 +47,8 @@ class _Rows:
     def __init__(self, said: Said, read: Weights) -> None:
         self.places = read.places
         self.S, (self.seen, alive) = said.scores(read.places, read.right.S), seen_of(read)
-        self.logs = logs_of(read, self.seen)
+        self.logs, sinks = logs_of(read, self.seen), read.places.question.sinks
+        self.sinks = None if sinks is None else np.asarray(sinks, dtype=np.float64)[:, None]
         right = read.places.rights & self.seen
         count = np.maximum(right.sum(axis=-1), 1)
         self.total = np.where(right, self.S - self.logs, 0.0).sum(axis=-1) / count
@@ -81,13 +82,13 @@ def say_sums(said: Said, second: Callable[[], Weights]) -> None:
     if np.abs(level - x.S)[wrongly].max(initial=0.0) >= 8 * x.noise:
         _say_filled(said, level[wrongly], x.noise)
         x.S = np.where(wrongly, level, x.S)
-    due, sinks = log_sum(np.where(x.seen, x.S, -np.inf)), x.places.question.sinks
-    with_sinks = due if sinks is None else np.logaddexp(due, np.asarray(sinks, float)[:, None])
+    due = log_sum(np.where(x.seen, x.S, -np.inf))
+    with_sinks = due if x.sinks is None else np.logaddexp(due, x.sinks)
     if x.fit(with_sinks):
         said.right.append("row sums")
-    elif sinks is not None and x.fit(due):
+    elif x.sinks is not None and x.fit(due):
         said.say("the sinks are not in the row sums", "sinks-dropped")
-    elif not (_say_keys(said, x, second) if sinks is None else _say_sink(said, x, due)):
+    elif not (_say_keys(said, x, second) if x.sinks is None else _say_sink(said, x, x.sinks, due)):
         _say_mass(said, x, with_sinks)
     if said.weights.lse is not None:
         _say_lse(said, x, with_sinks)
@@ -155,14 +156,13 @@ def _sink(factors: dict[str, float], c: Context) -> Array:
     return _sum_of(factors, c.sink, c.S.max(axis=-1, initial=-np.inf))
 
 
-def _say_sink(said: Said, x: _Rows, due: Array) -> bool:
+def _say_sink(said: Said, x: _Rows, sinks: Array, due: Array) -> bool:
     """Whether the row sums have exp of a sum of the sink and of the row's maximum; due: their
     logarithms without sinks."""
     more, top = np.exp(x.total) - np.exp(due), x.top
     known = x.known & (more > 0)
     wanted = np.log(more[known])
     size = (x.noise * np.exp(x.total) / np.where(known, more, 1.0))[known] + 1e-9
-    sinks = np.asarray(x.places.question.sinks, dtype=np.float64)[:, None]
     basis = {name: PARTS[name](sinks, top)[known] / size for name in ("sink", "row_max", "")}
     factors = next(sums_of(basis, wanted / size, len(basis)), None) if known.any() else None
     if factors is None:
@@ -227,8 +227,6 @@ def _say_mass(said: Said, x: _Rows, due: Array) -> None:
     """What is in the row sums beside the keys that are seen; due: the logarithms of the sums of
     these."""
     ratio, mass = (x.total - due)[x.known], np.exp(x.total) - np.exp(due)
-    sinks = x.places.question.sinks
-    sinks = None if sinks is None else np.exp(np.asarray(sinks, dtype=np.float64))[:, None]
     families = maps.families(x.places.question, True)
     if np.ptp(ratio) < 8 * x.noise:
         mean = number(float(np.exp(-ratio.mean())))
@@ -240,7 +238,7 @@ def _say_mass(said: Said, x: _Rows, due: Array) -> None:
     elif by := next((one for one in families if x.fit(_moved(one, x.places, due))), None):
         said.say(f"the row sums are those of other rows: {by.words}", "statistics-misplaced")
         said.steps["softmax"] = partial(_over_others, partial(_moved, by))
-    elif sinks is not None and (often := _often(x, mass / sinks)):
+    elif x.sinks is not None and (often := _often(x, mass / np.exp(x.sinks))):
         said.say(f"the row sums have exp(sink) {often} too often", "denominator")
     elif _say_more(said, x, mass):
         return
