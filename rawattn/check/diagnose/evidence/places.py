@@ -109,13 +109,13 @@ class Places:
     def feature(self, name: str) -> Array:
         """An integer of every pair, or of every query (total_q, 1), by what it is called, here or
         where all lengths are equal, which p is i for. Raises ValueError."""
-        both = name, PLACE.sub("i" if self.aligned else "p", name)
-        if known := next((known for known in both if known in self.features), ""):
-            if known not in self._made:
-                self._made[known] = np.asarray(self.features[known]())
-            return self._made[known]
-        if known := next((known for known in both if known in self.loops), ""):
-            return self.loops[known]()  # of many, of which one is asked again
+        for known in (name, PLACE.sub("i" if self.aligned else "p", name)):
+            if known in self.features:
+                if known not in self._made:
+                    self._made[known] = np.asarray(self.features[known]())
+                return self._made[known]
+            if known in self.loops:
+                return self.loops[known]()  # of many, of which one is asked again
         raise ValueError(f"there is no {name} here")
 
     @cached_property
@@ -150,7 +150,6 @@ class Places:
         for t in TILES:
             found |= self._of_tiles(t, of)
         found |= {
-            "the row of the key in k": lambda: key,
             "the row of the query in q": lambda: query,
             "j - the longest seqlen_k": lambda: j - max(lengths),
             "j - the seqlen_k of sequence 0": lambda: j - lengths[0],

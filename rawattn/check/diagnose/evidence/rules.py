@@ -88,8 +88,7 @@ class Rule:
 
 @dataclass(frozen=True, eq=False)
 class Shown:
-    """Pairs (total_q, total_k) of ``places``: those in question, and those of them that are in
-    the set."""
+    """Pairs (total_q, total_k) of ``places``: those in question, and those in the set."""
 
     places: Places
     domain: Array
@@ -123,8 +122,7 @@ def rules_of(*shown: Shown, among: Iterable[str] | None = None) -> Iterator[Rule
 
 
 class _Left(NamedTuple):
-    """An interval that may make a rule, and what it leaves: of a union (False) a pure one, of what
-    holds at once (True) bounds."""
+    """An interval that may make a rule, and what it leaves: a pure one of a union, or bounds."""
 
     every: bool
     span: Span

@@ -1,5 +1,4 @@
-"""Who sees whom, with a bug and without, of a part that is small enough; and drawn with letters: a
-query a line, a key a column."""
+"""Who sees whom in a small part, with a bug and without: a query a line, a key a column."""
 
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
@@ -88,8 +87,7 @@ def _seen(
 
 
 def picture(sight: Sight, queries: int = 6, width: int = 80) -> list[str]:
-    """A header and a line for each of so many queries; behind them what the marks mean. width: of a
-    line at most, which takes keys."""
+    """A header and a line for each query, with what marks mean; a narrow ``width`` takes keys."""
     while max(map(len, lines := _drawn(sight, queries))) > width and len(sight.keys) > 1:
         last = bool((sight.right != sight.found)[:queries, -1].any())
         kept = slice(1, None) if last else slice(-1)

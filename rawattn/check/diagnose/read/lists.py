@@ -39,9 +39,8 @@ def bugs_of(
 def scores_of(
     bug: Bug, places: Places, S: Array, views: Sequence[View] | None = None
 ) -> tuple[Array, Array]:
-    """The scores (num_heads_q, total_q, total_k) with a bug, of what counts several times together
-    and -inf of what nobody sees, and the factors in them, for the right scores ``S``. Raises
-    ValueError where it sees what is no key."""
+    """The scores (num_heads_q, total_q, total_k) with a bug, -inf of what nobody sees, and their
+    factors, for the right scores ``S``. Raises ValueError where it sees what is no key."""
     q = places.question
     views = tuple(views_of(q) if views is None else views)
     right, found, gates = places.gates, np.full(S.shape, -np.inf), np.ones(S.shape)

@@ -50,10 +50,9 @@ class Weights:
 
 @dataclass(frozen=True, eq=False)
 class Slopes:
-    """dS as dq or dk has it, and what it must be: all (num_heads_q, total_q, total_k). S, L (the
-    lse that was passed), dP: right ones of the calls in which it was read; D, the row term; slope,
-    the derivative of a softcap, or the gate of a block. asked: what each call was about, and where
-    in dS what it gave is."""
+    """dS as dq or dk has it, and what is right in the calls in which it was read: S, L (the lse
+    that was passed), dP, D, slope (of a softcap, or the gate of a block), all (num_heads_q,
+    total_q, total_k). asked: what each call was about, and where in dS what it gave is."""
 
     dS: Array
     S: Array
@@ -77,14 +76,9 @@ class Backward:
     slopes: dict[str, Slopes]
     adds: dict[str, Array]
 
-    @property
-    def places(self) -> Places:
-        return self.weights.places
-
 
 def problem(question: Question, seed: int, *, other: int = 0) -> Question:
-    """Like ``question``, without what is about derivatives; ``other``: with other lengths, more by
-    multiples of that."""
+    """Like ``question``, of a forward pass; ``other``: with lengths more by multiples of that."""
     rng = np.random.default_rng([seed, 77])
     lengths = [np.diff(question.offsets(of)).astype(int) for of in "qk"]
     if other:  # where it can, another order, so that nothing hangs on the place of a sequence

@@ -11,7 +11,7 @@ from rawattn.check.diagnose.evidence.places import Array, places_of
 from rawattn.check.diagnose.evidence.support import LESS, MORE, Support, support_of
 from rawattn.check.diagnose.read.classes import BACKWARD_ONLY, of_pairs
 from rawattn.check.diagnose.read.contexts import of_view
-from rawattn.check.diagnose.read.fields import Field, by_head, sum_in_words, sums_of
+from rawattn.check.diagnose.read.fields import Field, by_head
 from rawattn.check.diagnose.read.forms import Change, by_own_sums, form_of
 from rawattn.check.diagnose.read.part import Part
 from rawattn.check.diagnose.read.probe import Backward
@@ -21,10 +21,7 @@ from rawattn.check.diagnose.read.weights import of_lists, said_of
 from rawattn.reference.dense import dead_to_inf
 
 VERBS = {LESS: "misses pairs", MORE: "has pairs that must not be"}
-SLOPES: dict[str, Callable[[Array], Array]] = {  # of t = tanh, the capped score over the cap
-    **{"": np.ones_like, "t": lambda t: t, "t^2": lambda t: t**2, "t^4": lambda t: t**4},
-    "tanh(t)^2": lambda t: np.tanh(t) ** 2,
-}
+
 TRIED = 3  # listed bugs of P that look alike
 IN_ANOTHER_WAY = "is wrong in another way"
 
@@ -65,8 +62,7 @@ def _with_slopes(said: Said, read: Backward, second: Callable[[], Backward]) -> 
 def _change(
     said: Said, read: Backward, second: Callable[[], Backward], name: str, same: Change | None
 ) -> Change:
-    """What is wrong with dS of a gradient; ``same``: what is with that of dq, which has the
-    cotangents of all heads, and tells more."""
+    """What is wrong with dS of a gradient; ``same``: with that of dq, which tells of all heads."""
 
     def part(said: Said | None, read: Backward) -> Part:
         """ValueError where it is not known who sees whom."""
@@ -170,25 +166,6 @@ def _with_pairs(pairs: Support, dY: Callable[[Context], Array] | None, c: Contex
     return np.where(seen, np.where(right, found, _unmasked(c)), 0.0)
 
 
-def _of_slopes(part: Part) -> Change | None:
-    """Another derivative of the softcap than 1 - t^2."""
-    if (cap := part.places.question.softcap) is None:
-        return None
-    slopes, there = part.slopes, part.known
-    due = (part.f * slopes.slope)[there]
-    unit = part.noise * np.maximum(np.abs(due), 1e-2)
-    basis = {name: of(slopes.S[there] / cap) / unit for name, of in SLOPES.items()}
-    if (factors := next(sums_of(basis, due / unit, 3), None)) is None:
-        return None
-    text = f"has the slope {sum_in_words(factors)} of the softcap, not 1 - t^2, with t its tanh"
-    return Change([text], "softcap-slope-omitted", partial(_with_slope, factors), whole=True)
-
-
-def _with_slope(factors: dict[str, float], c: Context) -> Array:
-    t = c.cap[0] / c.question.softcap
-    return np.asarray(c.G * sum(x * SLOPES[name](t) for name, x in factors.items()) * c.dS)
-
-
 def _form_of(part: Part) -> Change:
     """What stands there in place of dS."""
     f, places = part.f, part.places
@@ -202,10 +179,10 @@ def _form_of(part: Part) -> Change:
         name = "output-scale" if "softmax_scale is" in scale else "constant-factor"
         text = f"is multiplied by {by_head(by)}{scale}"
         return Change([text], name, lambda c: by[c.view.heads] * c.dY, times=by.ravel())
-    if (found := form_of(part) or _of_slopes(part)) is not None:
+    if (found := form_of(part)) is not None:
         return found
     logs = part.field(np.log(np.where(f > 0, f, 1.0)))
-    told, _, of = of_distance(logs, places)
+    told, of = of_distance(logs, places)
     if (f > 0)[logs.there].all() and logs.fits(of(places)):
         text = f"is multiplied by exp of {told}"
         return Change([text], "unknown", lambda c: np.exp(at(c, of)) * c.dY)

@@ -1,5 +1,4 @@
-"""What weights are divided by, lse, and which head of v they are of. Long by what may be in a row's
-sum."""
+"""What weights are divided by, lse, and their head of v. Long by what may be in a row's sum."""
 
 from collections.abc import Callable, Iterator
 from functools import partial
@@ -157,8 +156,7 @@ def _sink(factors: dict[str, float], c: Context) -> Array:
 
 
 def _say_sink(said: Said, x: _Rows, sinks: Array, due: Array) -> bool:
-    """Whether the row sums have exp of a sum of the sink and of the row's maximum; due: their
-    logarithms without sinks."""
+    """Whether they have exp of a sum of sink and row's maximum; due: logarithms without sinks."""
     more, top = np.exp(x.total) - np.exp(due), x.top
     known = x.known & (more > 0)
     wanted = np.log(more[known])
@@ -224,8 +222,7 @@ def _over(rule: Rule, of: Callable[[Places], Array], c: Context) -> tuple[Array,
 
 
 def _say_mass(said: Said, x: _Rows, due: Array) -> None:
-    """What is in the row sums beside the keys that are seen; due: the logarithms of the sums of
-    these."""
+    """What is in the row sums beside the keys that are seen; due: the logarithms without it."""
     ratio, mass = (x.total - due)[x.known], np.exp(x.total) - np.exp(due)
     families = maps.families(x.places.question, True)
     if np.ptp(ratio) < 8 * x.noise:
@@ -298,8 +295,7 @@ def _say_more(said: Said, x: _Rows, mass: Array) -> bool:
 
 
 def _others(x: _Rows, mass: Array) -> dict[str, Callable[[Places], Array]]:
-    """What may be in the row sums, and how much it is if it is there once: keys of padding, by
-    where they end, or "" a number."""
+    """What may be there, and how much of it once: keys of padding, by their end, or "" a number."""
     found = {"the longest sequence": partial(_padding, 0, 0)}
     padded = int(np.rint(np.median((mass + x.places.m[:, 0])[x.known])))
     if padded > max(x.places.question.lengths_k):  # that of a sequence that is not here

@@ -1,8 +1,7 @@
 """What scores are in place of the right ones: with a term of places, other functions of themselves,
-of other heads, of some columns. A term is planted by steps, and fits if these give the log-weights
-that were read."""
+of other heads, of some columns. A term fits if its steps give the log-weights that were read."""
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from functools import partial
 from itertools import chain
@@ -30,8 +29,8 @@ Of = Callable[[Places], Array]  # numbers (num_heads_q or 1, total_q, total_k) o
 
 @dataclass(frozen=True, eq=False)
 class Term:
-    """What is wrong with the scores, its class, and the steps that do it. values: numbers that the
-    text holds, such as factors by head."""
+    """What is wrong with the scores, its class, and the steps that do it. values: by head, factors
+    of the scores."""
 
     text: str
     name: str
@@ -46,24 +45,24 @@ def term_of(field: Field, c: Context, *, many: bool = False) -> Term | None:
     return next((t for t in chain(*parts) if field.fits(scores_of(c, t.steps) - c.S)), None)
 
 
-def of_distance(field: Field, places: Places) -> tuple[str, Array, Of]:
+def of_distance(field: Field, places: Places) -> tuple[str, Of]:
     """What the field may be of the distance, in words, by slopes (num_heads_q, 1, 1)."""
     slopes = field.slopes(_by_distance(np.ones((1, 1, 1)), places))
-    return f"{by_head(slopes)} |j - i|", slopes, partial(_by_distance, slopes)
+    return f"{by_head(slopes)} |j - i|", partial(_by_distance, slopes)
 
 
 def at(c: Context, of: Of) -> Array:
     return of_view(c, of(places_of(c.question)))
 
 
-def adding(of: Of, text: str, name: str, values: Sequence[float] = ()) -> Term:
+def adding(of: Of, text: str, name: str) -> Term:
     steps = capped(lambda c, S: S + at(c, of) / np.where(c.G == 0, 1.0, c.G))  # G comes behind it
-    return Term(text, name, steps, tuple(values))
+    return Term(text, name, steps)
 
 
 def _biases(field: Field, c: Context) -> Iterator[Term]:
-    text, slopes, of = of_distance(field, places_of(c.question))
-    yield adding(of, f"added to the scores: {text}", "score-bias", slopes.ravel().tolist())
+    text, of = of_distance(field, places_of(c.question))
+    yield adding(of, f"added to the scores: {text}", "score-bias")
 
 
 def _by_distance(slopes: Array, places: Places) -> Array:
@@ -141,7 +140,7 @@ def _curves(field: Field, c: Context) -> Iterator[Term]:
         name = "softcap-dropped" if words == "not capped" else "softcap"
         text = f"the scores are {words.format(c=f'{x:.4g}')}"
         text += next((of for y, of in caps.items() if np.isclose(x, y, 5e-3)), "")
-        yield Term(text, name, {"cap": partial(_bent, curve, x)}, (x,))
+        yield Term(text, name, {"cap": partial(_bent, curve, x)})
 
 
 def _bent(curve: Curve, x: float, c: Context) -> tuple[Array, Array, float]:
