@@ -2,6 +2,7 @@
 
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
+from itertools import product
 
 import numpy as np
 
@@ -38,12 +39,10 @@ def sight_of(question: Question, bug: Bug) -> Sight | None:
     sizes = [q * k for q, k in zip(question.lengths_q, question.lengths_k, strict=True)]
     fit = [b for b, size in enumerate(sizes) if size <= CELLS and question.lengths_q[b]]
     shorter = np.minimum(question.lengths_q, question.lengths_k)
-    for b in sorted(fit, key=lambda b: (shorter[b] < SHORTEST, sizes[b])):
-        for head in range(question.num_heads_q):
-            sight = _of_sequence(question, b, head, right, found)
-            if sight is not None:
-                return sight
-    return None
+    in_order = sorted(fit, key=lambda b: (shorter[b] < SHORTEST, sizes[b]))
+    at = product(in_order, range(question.num_heads_q))
+    shown = (_of_sequence(question, b, head, right, found) for b, head in at)
+    return next(filter(None, shown), None)
 
 
 def _of_sequence(

@@ -68,8 +68,8 @@ def _fits(bug: Bug, read: Weights, views: Sequence[View], noise: float, least: f
         L = read.right.lse[at] if read.passed else log_sum(S[at])
         with np.errstate(over="ignore"):
             P = np.exp(S[at] - dead_to_inf(np, L)[..., None])
-        telling = np.isfinite(read.right.lse[at]) | (not read.passed)
+
         off = np.abs(P - read.P[at]) > NOISE * noise * P + least
-        if np.isnan(read.P[at]).any() or off[telling].any():
+        if np.isnan(read.P[at]).any() or off[read.telling[at]].any():
             return False
     return True

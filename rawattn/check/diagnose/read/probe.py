@@ -47,6 +47,11 @@ class Weights:
         """Whether it is that of a backward pass, which makes it with the lse that it is given."""
         return self.value_head is None
 
+    @property
+    def telling(self) -> Array:
+        """Rows that tell anything: with an lse of no keys a backward pass has no weights."""
+        return np.asarray(np.isfinite(self.right.lse) | (not self.passed))
+
 
 @dataclass(frozen=True, eq=False)
 class Slopes:

@@ -29,7 +29,7 @@ def said_of(read: Weights, again: Callable[[], Weights], support: Support | None
     said = Said(read, Support(places, places.rights & seen, ()))
     if not alive.all():
         said.wrong.append(f"rows are NaN: {', '.join(where(places.question, 'out', ~alive.T))}")
-    alive = alive & _telling(read)
+    alive = alive & read.telling
     due = seen & places.rights & alive[..., None]
     x = Field(logs_of(read, seen) - read.right.S, due, True, noise_of(places))
     _say_scores(said, x, second)
@@ -71,11 +71,6 @@ def _say_scores(said: Said, x: Field, second: Callable[[], Weights]) -> None:
         said.unread.append("the weights of keys that must be seen are other numbers")
 
 
-def _telling(read: Weights) -> Array:
-    """Rows that tell anything: with an lse of no keys a backward pass has no weights."""
-    return np.asarray(np.isfinite(read.right.lse) | (not read.passed))
-
-
 def _pairs(said: Said, read: Weights) -> tuple[Places, Array, Array]:
     """Who sees whom, as ``support_of`` takes it; also whom a query must see, where the weight with
     the scores as they are is too small to be seen."""
@@ -84,7 +79,7 @@ def _pairs(said: Said, read: Weights) -> tuple[Places, Array, Array]:
     total = log_sum(np.where(right, S, -np.inf))
     small = S - np.where(np.isfinite(total), total, 0.0)[..., None]
     seen = seen | (right & (small < np.log(least_of(read)) + 1))
-    return read.places, seen, (alive & _telling(read))[..., None]
+    return read.places, seen, (alive & read.telling)[..., None]
 
 
 def _say_support(said: Said, alive: Array) -> None:
