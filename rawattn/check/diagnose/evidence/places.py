@@ -44,9 +44,8 @@ class Places:
     too; i and j count in the query's own sequence, so that j may lie before or behind it. Of a
     query, (total_q, 1): its row of q, its sequence b, i, the sequence's queries n and keys in use
     m, and the key p that it stands at. own: keys of its sequence. aligned: every sequence has as
-    many keys as queries, so that p is i. selection: of block-sparse attention the head of the lists
-    that say what is seen. head: a query head that has features too, by which all heads may be told
-    at once."""
+    many keys as queries, so that p is i. selection: the head of the lists that say what is seen, if
+    there are any. head: a query head that has features too, to tell all heads at once by."""
 
     def __init__(self, question: Question, selection: int = 0, head: int | None = None) -> None:
         q, self.question, self.selection, self.head = question, question, selection, head
@@ -212,12 +211,14 @@ class Places:
     def _of_heads(self, h: int) -> dict[str, Callable[[], Array]]:
         """What hangs on the query head h: rows packed with those of the other heads of a group."""
         i, j, n, m, g = self.i, self.j, self.n, self.m, self.question.group
-        packed, row = f"(packed row {g} i + h % {g})", g * i + h % g
+        packed, row, more = f"(packed row {g} i + h % {g})", g * i + h % g, "- seqlen_k + seqlen_q"
         return {
             "h": lambda: h + 0 * i,
             f"h % {g}": lambda: h % g + 0 * i,
             f"j - {packed}": lambda: j - row,
-            f"j - {packed} - seqlen_k + seqlen_q": lambda: j - row - m + n,
+            f"j - {packed} {more}": lambda: j - row - m + n,
+            f"j - {packed} % seqlen_q": lambda: j - row % n,
+            f"j - {packed} % seqlen_q {more}": lambda: j - row % n - m + n,
         }
 
     @property
@@ -243,18 +244,22 @@ class Places:
         if q.block_counts is not None:
             count = np.asarray(q.block_counts)[self.query, self.selection].clip(0, count)
         inside = (named >= 0) & (named < -(-self.m // size))
-        held = inside & (np.arange(named.shape[1]) < count)
+        counted = np.arange(named.shape[1]) < count
+        held = inside & counted
         block = self.j // size
 
-        def times(there: Array) -> Array:
+        def times(there: Array, at: Array | int = self.own) -> Array:
             found = (named[..., None] == block[:, None]) & there[..., None]
-            return np.asarray(found.sum(axis=1) * self.own)
+            return np.asarray(found.sum(axis=1) * at)
 
         return {
             "the slot of the key's block": lambda: slots,
             "slots that count behind it": lambda: np.where(slots >= 0, count - 1 - slots, -1),
             "times the key's block is named": lambda: times(held),
             "times it is named, in slots that do not count": lambda: times(inside & ~held),
+            "times its block, counted on past the end, is named": lambda: np.where(
+                self.j >= self.m, times(counted, 1), 0
+            ),
             "negative slots of the query": lambda: (named < 0).sum(axis=1)[:, None],
             "the key's block - the query's": lambda: block - self.p // size,
             "the key's block": lambda: block,

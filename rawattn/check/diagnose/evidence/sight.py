@@ -70,8 +70,7 @@ def _of_sequence(
 def _seen(
     question: Question, views: Iterable[View], b: int, head: int
 ) -> Iterator[tuple[np.ndarray, np.ndarray, np.ndarray]]:
-    """Queries and keys of a sequence, by their places in it, and how often they see these; a row of
-    zeros has the place that it stands at."""
+    """Queries and keys (also rows of zeros) by their places, and how often they see these."""
     first_q, first_k = (int(question.offsets(of)[b]) for of in "qk")
     for view in views:
         here = (view.rows >= first_q) & (view.rows < first_q + question.lengths_q[b])

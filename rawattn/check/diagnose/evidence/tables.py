@@ -74,8 +74,8 @@ def told(of: Table, question: Question) -> str:
             text += f" (its blocks {', '.join(map(str, listed))})"
         pieces.setdefault(text, []).append(int(row - rows[0]))
     said = [f"{of.row} = {named('', places)}: {text}" for text, places in pieces.items()]
-    more = len(said) - PIECES
-    said = [*said[:PIECES], f"... ({more} more)"] if more > 0 else said
+    if len(said) > PIECES:
+        said[PIECES:] = [f"... ({len(said) - PIECES} more)"]
     which = f" of head {head}" * (len(of.off) > 1)
     like = len(heads) > 1 and bool((of.off[np.ix_(heads, rows)] == off).all())
     which += f" ({named('head', heads[1:])} alike)" * like

@@ -1,7 +1,7 @@
 """What a backward pass has in place of dS, and which heads it adds up where."""
 
 from collections.abc import Callable
-from functools import cache, partial
+from functools import partial
 from itertools import islice
 
 import numpy as np
@@ -27,17 +27,15 @@ IN_ANOTHER_WAY = "is wrong in another way"
 
 
 def said_of_backward(
-    read: Backward, again: Callable[[], Backward], support: Support | None = None
+    read: Backward, second: Callable[[], Backward], support: Support | None = None
 ) -> Said:
     """Like ``said_of``, of P as dv has it, of dS as dq and dk have it, and of the heads' sums."""
-    second = cache(again)
     if (of_heads := _of_sums(read)) is not None:
         return of_heads
-    weights = cache(lambda: second().weights)
-    listed = islice(of_lists(read.weights, weights), TRIED)
+    listed = islice(of_lists(read.weights, lambda: second().weights), TRIED)
     if every := [_with_slopes(said, read, second) for said in listed]:
         return next((said for said in every if "dS" in said.right), every[0])
-    return _with_slopes(said_of(read.weights, weights, support), read, second)
+    return _with_slopes(said_of(read.weights, lambda: second().weights, support), read, second)
 
 
 def _with_slopes(said: Said, read: Backward, second: Callable[[], Backward]) -> Said:

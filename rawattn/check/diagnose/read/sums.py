@@ -172,8 +172,7 @@ def _say_sink(said: Said, x: _Rows, sinks: Array, due: Array) -> bool:
 
 
 def _say_keys(said: Said, x: _Rows, second: Callable[[], Weights]) -> bool:
-    """Whether the row sums are of other keys than the weights: of those of the sequence, or that
-    must be seen, all or by a rule of one bound."""
+    """Whether the row sums are of other keys than the weights, all or by a rule of one bound."""
     other = None
     for words, of in KEYS.items():
         for rule in (Rule(()), *_bounds(x, of(x.places))):
@@ -301,9 +300,8 @@ def _others(x: _Rows, mass: Array) -> dict[str, Callable[[Places], Array]]:
     if padded > max(x.places.question.lengths_k):  # that of a sequence that is not here
         found[f"{padded} keys"] = partial(_padding, 0, padded)
     found |= {f"the end of its last tile of {t} keys": partial(_padding, t, 0) for t in TILES}
-    if x.places.question.seqused_k is not None:
-        of_used = ((t, f"the end of the last tile of {t} keys in use") for t in TILES)
-        found |= {f"{end}, or of all": partial(_padding, t, -1) for t, end in of_used}
+    in_use = "the end of the last tile of {} keys in use, or of all"
+    found |= {in_use.format(t): partial(_padding, t, -1) for t in TILES}
     return {**found, "": lambda places: np.ones((1, len(places.j)))}
 
 

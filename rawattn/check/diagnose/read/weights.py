@@ -1,7 +1,6 @@
 """What the weights of a pass are in place of the right ones: who sees whom, and which scores."""
 
 from collections.abc import Callable, Iterator
-from functools import cache
 
 import numpy as np
 
@@ -20,10 +19,9 @@ from rawattn.check.diagnose.read.sums import say_passed, say_sums, say_values
 from rawattn.check.diagnose.read.terms import Term, adding, term_of
 
 
-def said_of(read: Weights, again: Callable[[], Weights], support: Support | None = None) -> Said:
-    """``again``: the same on other lengths, where rules are checked. support: what was read
-    before, by other rules."""
-    second, places, (seen, alive) = cache(again), read.places, seen_of(read)
+def said_of(read: Weights, second: Callable[[], Weights], support: Support | None = None) -> Said:
+    """``second``: the same on other lengths, to check rules. support: what was read before."""
+    places, (seen, alive) = read.places, seen_of(read)
     if (listed := next(of_lists(read, second), None)) is not None:
         return listed
     said = Said(read, Support(places, places.rights & seen, ()))
