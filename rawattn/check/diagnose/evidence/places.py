@@ -44,9 +44,8 @@ class Places:
     too; i and j count in the query's own sequence, so that j may lie before or behind it. Of a
     query, (total_q, 1): its row of q, its sequence b, i, the sequence's queries n and keys in use
     m, and the key p that it stands at. own: keys of its sequence. aligned: every sequence has as
-    many keys as queries, so that p is i. selection: of block-sparse attention the head of the lists
-    that say what is seen. head: a query head that has features too, by which all heads may be told
-    at once."""
+    many keys as queries, so that p is i. selection: the head of the lists that say what is seen, if
+    there are any. head: a query head that has features too, to tell all heads at once by."""
 
     def __init__(self, question: Question, selection: int = 0, head: int | None = None) -> None:
         q, self.question, self.selection, self.head = question, question, selection, head
@@ -96,28 +95,26 @@ class Places:
 
     @cached_property
     def gates(self) -> Array | float:
-        """Factors of the scores, like ``rights``; 1 where there are none."""
-        heads, scale = range(self.question.num_heads_q), self.question.block_scale
-        if scale is None:
+        """Factors of the scores, like ``rights``; 1 where no slot names the key's block."""
+        if (scale := self.question.block_scale) is None:
             return 1.0
-        return np.stack([self.of(head).gate(np.asarray(scale, np.float64)) for head in heads])
-
-    def gate(self, scale: Array) -> Array:
-        """(total_q, total_k) of ``scale``, 1 where no slot names the key's block."""
-        of_query = scale[self.query[:, 0], self.selection]
-        taken = np.take_along_axis(of_query, np.maximum(self.slots, 0), axis=1)
-        return np.where(self.slots >= 0, taken, 1.0)
+        found = []
+        for of in map(self.of, range(self.question.num_heads_q)):
+            of_rows = np.asarray(scale, np.float64)[self.query[:, 0], of.selection]
+            taken = np.take_along_axis(of_rows, np.maximum(of.slots, 0), axis=1)
+            found.append(np.where(of.slots >= 0, taken, 1.0))
+        return np.stack(found)
 
     def feature(self, name: str) -> Array:
         """An integer of every pair, or of every query (total_q, 1), by what it is called, here or
         where all lengths are equal, which p is i for. Raises ValueError."""
-        both = name, PLACE.sub("i" if self.aligned else "p", name)
-        if known := next((known for known in both if known in self.features), ""):
-            if known not in self._made:
-                self._made[known] = np.asarray(self.features[known]())
-            return self._made[known]
-        if known := next((known for known in both if known in self.loops), ""):
-            return self.loops[known]()  # of many, of which one is asked again
+        for known in (name, PLACE.sub("i" if self.aligned else "p", name)):
+            if known in self.features:
+                if known not in self._made:
+                    self._made[known] = np.asarray(self.features[known]())
+                return self._made[known]
+            if known in self.loops:
+                return self.loops[known]()  # of many, of which one is asked again
         raise ValueError(f"there is no {name} here")
 
     @cached_property
@@ -138,13 +135,10 @@ class Places:
             found |= {"j - i": lambda: j - i, "p": lambda: p}
             found["j - i + (seqlen_k - seqlen_q)"] = lambda: j - i + m - n
             found |= {"j - seqlen_q": lambda: j - n, "i - seqlen_k": lambda: i - m}
-            longest, other = max(lengths), max(self.question.lengths_q)
-            of_longest = {
-                "j - the longest seqlen_q": lambda: j - other,
-                "j - i - (the longest seqlen_k - the longest seqlen_q)": lambda: (
-                    j - i - longest + other
-                ),
-            }
+            longest = max(self.question.lengths_q)
+            difference = "(the longest seqlen_k - the longest seqlen_q)"
+            of_longest = {"j - the longest seqlen_q": lambda: j - longest}
+            of_longest[f"j - i - {difference}"] = lambda: j - i - max(lengths) + longest
             found = of_longest | found
         found |= {
             "seqlen_k": lambda: m,
@@ -155,7 +149,6 @@ class Places:
         for t in TILES:
             found |= self._of_tiles(t, of)
         found |= {
-            "the row of the key in k": lambda: key,
             "the row of the query in q": lambda: query,
             "j - the longest seqlen_k": lambda: j - max(lengths),
             "j - the seqlen_k of sequence 0": lambda: j - lengths[0],
@@ -216,21 +209,17 @@ class Places:
         }
 
     def _of_heads(self, h: int) -> dict[str, Callable[[], Array]]:
-        """What hangs on the query head h: rows that are packed with those of the other heads of a
-        group, in their two orders."""
+        """What hangs on the query head h: rows packed with those of the other heads of a group."""
         i, j, n, m, g = self.i, self.j, self.n, self.m, self.question.group
-        packed = f"packed row {g} i + h % {g}"
-        rows = {
-            f"({packed})": g * i + h % g,
-            f"({packed}) % seqlen_q": (g * i + h % g) % n,
-            f"(packed row h % {g} seqlen_q + i)": h % g * n + i,
+        packed, row, more = f"(packed row {g} i + h % {g})", g * i + h % g, "- seqlen_k + seqlen_q"
+        return {
+            "h": lambda: h + 0 * i,
+            f"h % {g}": lambda: h % g + 0 * i,
+            f"j - {packed}": lambda: j - row,
+            f"j - {packed} {more}": lambda: j - row - m + n,
+            f"j - {packed} % seqlen_q": lambda: j - row % n,
+            f"j - {packed} % seqlen_q {more}": lambda: j - row % n - m + n,
         }
-        found: dict[str, Callable[[], Array]] = {"h": lambda: h + 0 * i}
-        found[f"h % {g}"] = lambda: h % g + 0 * i
-        for name, row in rows.items():
-            found[f"j - {name}"] = partial(np.subtract, j, row)
-            found[f"j - {name} - seqlen_k + seqlen_q"] = partial(np.subtract, j, row + m - n)
-        return found
 
     @property
     def by_head(self) -> list[str]:
@@ -281,10 +270,7 @@ class Places:
         walked = self.slots != ABSENT
         place = np.where(walked, np.cumsum(walked, axis=0) - 1, -1)
         count, at, size = walked.sum(axis=0), "its block's list of queries", "its length"
-        found: dict[str, Callable[[], Array]] = {
-            f"the place in {at}": lambda: place,
-            f"{size} - 1 - the place in {at}": lambda: count - 1 - place,
-        }
+        found: dict[str, Callable[[], Array]] = {f"the place in {at}": lambda: place}
         for t in LOOPS[:3]:
             found |= of_tiles(f"the place in {at}", place, size, count, t)
         return found

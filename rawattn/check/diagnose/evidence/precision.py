@@ -63,8 +63,7 @@ def ladder(dtype: np.dtype) -> tuple[Precision, ...]:
 
 
 class Fit(NamedTuple):
-    """``rms`` and ``worst`` row of the residual in units of noise; ``relative``: its part of the
-    whole."""
+    """``rms`` and ``worst`` row of the residual in units of noise; its part of the whole."""
 
     rms: float
     worst: float
@@ -118,15 +117,11 @@ def relative_residual(found: Floats, wanted: Floats, rows: Rows) -> float:
 def rows_off(
     found: Floats, right: Floats, rows: np.ndarray, share: float, least: Floats | float = 0.0
 ) -> np.ndarray:
-    """Which of some rows are off by more than a share of their size, of that of all, and of
-    ``least``."""
-    size = np.abs(np.where(np.isfinite(right), right, 0.0)).max(axis=2)
+    """Which of some rows are off by more than a share of their size, that of all, and ``least``."""
+    size = np.abs(finite(right)).max(axis=2)
     typical = size[rows].mean() if rows.any() else 0.0
-    with np.errstate(invalid="ignore"):
-        same = (found == right) | (np.isnan(found) & np.isnan(right))
-        off = np.where(same, 0.0, np.abs(found - right)).max(axis=2)
-    allowed = share * np.maximum(np.maximum(size, typical), least)
-    return np.asarray(rows & (np.nan_to_num(off, nan=np.inf) > allowed))
+    off = np.abs(residual(found, right, slice(None))).max(axis=2)
+    return np.asarray(rows & (off > share * np.maximum(np.maximum(size, typical), least)))
 
 
 def finite(x: Floats) -> Floats:

@@ -88,8 +88,7 @@ class Rule:
 
 @dataclass(frozen=True, eq=False)
 class Shown:
-    """Pairs (total_q, total_k) of ``places``: those in question, and those of them that are in
-    the set."""
+    """Pairs (total_q, total_k) of ``places``: those in question, and those in the set."""
 
     places: Places
     domain: Array
@@ -123,8 +122,7 @@ def rules_of(*shown: Shown, among: Iterable[str] | None = None) -> Iterator[Rule
 
 
 class _Left(NamedTuple):
-    """An interval that may make a rule, and what it leaves: of a union (False) a pure one, of what
-    holds at once (True) bounds."""
+    """An interval that may make a rule, and what it leaves: a pure one of a union, or bounds."""
 
     every: bool
     span: Span
@@ -173,11 +171,9 @@ def _bounds(x: Array, inside: Array, name: str) -> Iterator[Span]:
     low, high = int(x[inside].min()), int(x[inside].max())
     if name in LENGTHS and low > x.min():  # as few as can be are left out
         low = int(x[x < low].max()) + 1
-    lows = [low] * int(low > x.min())
-    highs = [high] * int(high < x.max())
-    yield from (Span(name, a, None) for a in lows)
-    yield from (Span(name, None, b) for b in highs)
-    yield from (Span(name, a, b) for a in lows for b in highs)
+    for a, b in ((low, None), (None, high), (low, high)):
+        if (a is None or a > x.min()) and (b is None or b < x.max()):
+            yield Span(name, a, b)
 
 
 def _pure(x: Array, inside: Array, name: str) -> Iterator[Span]:
@@ -190,9 +186,8 @@ def _pure(x: Array, inside: Array, name: str) -> Iterator[Span]:
     runs = edges.reshape(-1, 2)
     for first, stop in runs if len(runs) <= FEW else ():
         low, high = int(values[first]), int(values[stop - 1])
-        if low == high:
+        outer = first == 0, stop == len(values)
+        if low == high or not any(outer):
             yield Span(name, low, high)
-        if first == 0 or stop == len(values):
-            yield Span(name, None if first == 0 else low, None if stop == len(values) else high)
-        elif low != high:
-            yield Span(name, low, high)
+        if any(outer):
+            yield Span(name, None if outer[0] else low, None if outer[1] else high)

@@ -1,8 +1,8 @@
-"""Who sees whom, with a bug and without, of a part that is small enough; and drawn with letters: a
-query a line, a key a column."""
+"""Who sees whom in a small part, with a bug and without: a query a line, a key a column."""
 
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
+from itertools import product
 
 import numpy as np
 
@@ -39,12 +39,10 @@ def sight_of(question: Question, bug: Bug) -> Sight | None:
     sizes = [q * k for q, k in zip(question.lengths_q, question.lengths_k, strict=True)]
     fit = [b for b, size in enumerate(sizes) if size <= CELLS and question.lengths_q[b]]
     shorter = np.minimum(question.lengths_q, question.lengths_k)
-    for b in sorted(fit, key=lambda b: (shorter[b] < SHORTEST, sizes[b])):
-        for head in range(question.num_heads_q):
-            sight = _of_sequence(question, b, head, right, found)
-            if sight is not None:
-                return sight
-    return None
+    in_order = sorted(fit, key=lambda b: (shorter[b] < SHORTEST, sizes[b]))
+    at = product(in_order, range(question.num_heads_q))
+    shown = (_of_sequence(question, b, head, right, found) for b, head in at)
+    return next(filter(None, shown), None)
 
 
 def _of_sequence(
@@ -72,8 +70,7 @@ def _of_sequence(
 def _seen(
     question: Question, views: Iterable[View], b: int, head: int
 ) -> Iterator[tuple[np.ndarray, np.ndarray, np.ndarray]]:
-    """Queries and keys of a sequence, by their places in it, and how often they see these; a row of
-    zeros has the place that it stands at."""
+    """Queries and keys (also rows of zeros) by their places, and how often they see these."""
     first_q, first_k = (int(question.offsets(of)[b]) for of in "qk")
     for view in views:
         here = (view.rows >= first_q) & (view.rows < first_q + question.lengths_q[b])
@@ -88,8 +85,7 @@ def _seen(
 
 
 def picture(sight: Sight, queries: int = 6, width: int = 80) -> list[str]:
-    """A header and a line for each of so many queries; behind them what the marks mean. width: of a
-    line at most, which takes keys."""
+    """A header and a line for each query, with what marks mean; a narrow ``width`` takes keys."""
     while max(map(len, lines := _drawn(sight, queries))) > width and len(sight.keys) > 1:
         last = bool((sight.right != sight.found)[:queries, -1].any())
         kept = slice(1, None) if last else slice(-1)

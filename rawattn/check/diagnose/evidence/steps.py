@@ -56,8 +56,7 @@ class Parting(NamedTuple):
 
 
 def parting(question: Question, answers: Answers, matrices: Answers) -> Parting | None:
-    """At which step a side's ``matrices`` part from the right ones, of the sequence that they fit
-    best; None where they are those of none."""
+    """Where a side's ``matrices`` part from those of the sequence that they fit best, if any."""
     judged = [
         _judged(question, answers, matrices, b)
         for b, lengths in enumerate(zip(question.lengths_q, question.lengths_k, strict=True))

@@ -89,8 +89,7 @@ class _Rows:
 
 
 def _reach(question: Question) -> tuple[Ints, Bools]:
-    """How many keys a query sees, (total_q, num_heads_q), and whether any query sees a key,
-    (total_k, num_heads_kv)."""
+    """How many keys queries see, (total_q, num_heads_q); which are seen (total_k, num_heads_kv)."""
     count = np.zeros(question.q.shape[:2], dtype=np.int64)
     seen = np.zeros(question.k.shape[:2], dtype=bool)
     for view in views_of(question):

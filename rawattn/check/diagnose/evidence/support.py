@@ -8,10 +8,9 @@ import numpy as np
 
 from rawattn.check.diagnose.engine.attention import See, View, views_of
 from rawattn.check.diagnose.engine.question import Question
-from rawattn.check.diagnose.evidence.places import Places, places_of
+from rawattn.check.diagnose.evidence.places import Array, Places, places_of
 from rawattn.check.diagnose.evidence.rules import Rule, Shown, rules_of
 
-Array = np.ndarray
 MORE, LESS, OTHER = "sees too many keys", "misses keys", "sees keys that are not its own"
 KINDS = (MORE, LESS, OTHER)
 OWN, ANY = "sees the keys of", "sees, of all sequences, the keys of"  # and no others
@@ -186,15 +185,11 @@ def _rules(
 
 def _whole(*read: _Read, own: bool) -> Part | None:
     """A rule for what all heads see; ``own``: of the keys of their sequence alone."""
-    shown = []
-    for places, seen, known in read:
-        sparse = places.question.sparse
-        if not sparse and (seen != seen[:1]).any():
-            return None
-        for head in range(len(seen) if sparse else 1):
-            domain = known[head] & (places.b >= 0) & (places.own | (not own))
-            shown.append(Shown(places.of(head), domain, domain & (seen[head] > 0)))
-    whole = _part(OWN if own else ANY, range(len(read[0][1])), rules_of(*shown))
+    sparse, heads = read[0][0].question.sparse, range(len(read[0][1]))
+    if not sparse and any((seen != seen[:1]).any() for _, seen, _ in read):
+        return None
+    kind, both = OWN if own else ANY, [(of, known, seen > 0) for of, seen, known in read]
+    whole = _part(kind, heads, _rules(kind, both, heads if sparse else heads[:1]))
     return whole if whole.rule else None
 
 

@@ -1,5 +1,4 @@
-"""Tables of numbers of a pass, as they are and as they must be: what is wrong of them in the
-shortest sequence that shows it, in words."""
+"""Tables of a pass: what is wrong of them in the shortest sequence that shows it, in words."""
 
 from dataclasses import dataclass
 from functools import cached_property
@@ -12,7 +11,6 @@ from rawattn.check.diagnose.evidence.structure import named
 
 Array = np.ndarray
 PIECES = 16  # of what is wrong, that are told
-BY_CHANCE = 1.0  # entries that are near another one by their noise
 
 
 @dataclass(frozen=True)
@@ -76,8 +74,8 @@ def told(of: Table, question: Question) -> str:
             text += f" (its blocks {', '.join(map(str, listed))})"
         pieces.setdefault(text, []).append(int(row - rows[0]))
     said = [f"{of.row} = {named('', places)}: {text}" for text, places in pieces.items()]
-    more = len(said) - PIECES
-    said = [*said[:PIECES], f"... ({more} more)"] if more > 0 else said
+    if len(said) > PIECES:
+        said[PIECES:] = [f"... ({len(said) - PIECES} more)"]
     which = f" of head {head}" * (len(of.off) > 1)
     like = len(heads) > 1 and bool((of.off[np.ix_(heads, rows)] == off).all())
     which += f" ({named('head', heads[1:])} alike)" * like
@@ -100,8 +98,7 @@ class _Place:
     first: int
 
     def kinds(self, row: int) -> dict[str, list[int]]:
-        """What a row holds in its wrong columns, and in which: nothing, multiples of what is due,
-        or other numbers."""
+        """What a row holds in its wrong columns, and in which."""
         of, columns = self.of, np.flatnonzero(self.of.off[self.head, row])
         if of.columns == "column":
             return {self._other_row(row, columns): columns.tolist()}
@@ -119,24 +116,9 @@ class _Place:
             elif np.count_nonzero(alike) > 2 or abs(ratio[n] - np.round(ratio[n])) < of.noise:
                 kind = f"is {ratio[alike].mean():.3g} times what is due"
             else:
-                kind = self._other(row, int(column))
+                kind = f"is {found[n]:.4g}, not {due[n]:.4g}"
             kinds.setdefault(kind, []).append(int(column) - self.first)
         return kinds
-
-    def _at(self, h: int, further: int) -> str:
-        parts = [f"head {h}"] * (h != self.head) + [f"{self.of.row} {further:+d}"] * (further != 0)
-        return ", ".join(parts)
-
-    def _other(self, row: int, column: int) -> str:
-        """One entry, and where else what it holds must stand."""
-        of = self.of
-        found, due = of.found[self.head, row, column], of.due[self.head, row, column]
-        near, other = np.argwhere(np.abs(of.due - found) <= 1e-2 * of.noise * abs(found)), ""
-        if len(near) == 1 and of.noise * of.due.size < BY_CHANCE:
-            h, i, j = map(int, near[0])
-            parts = [self._at(h, i - row), of.column([j - self.first]) * (j != column)]
-            other = f" (due at {', '.join(filter(None, parts))})"
-        return f"is {found:.4g}, not {due:.4g}{other}"
 
     def _other_row(self, row: int, columns: Array) -> str:
         """What a row of a result holds: another one's, or numbers that are not due anywhere."""
@@ -149,6 +131,7 @@ class _Place:
             return "is not finite"
         if np.count_nonzero(near) == 1:
             h, i = map(int, np.argwhere(near)[0])
-            return f"is that of {self._at(h, i - row)}"
+            at = [f"head {h}"] * (h != self.head) + [f"{of.row} {i - row:+d}"] * (i != row)
+            return f"is that of {', '.join(at)}"
         off = np.abs(found - due).max(initial=0.0)
         return f"is other numbers, by up to {off:.3g} off of {np.abs(due).max():.3g}"

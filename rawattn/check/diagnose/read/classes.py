@@ -12,8 +12,7 @@ BACKWARD_ONLY = "mask-missing-in-backward"
 
 
 def class_of(support: Support, alive: np.ndarray, *, backward: bool) -> str:
-    """The class of a mask of out or, ``backward``, of dv. alive: rows (num_heads_q, total_q) that
-    were read."""
+    """The class of a mask of out, or of dv. alive: rows (num_heads_q, total_q) that were read."""
     places, dense = support.places, not support.places.question.sparse
     if support.of_rows and not backward:
         return "rows-not-written" if support.plain else "unknown"
@@ -41,8 +40,7 @@ def class_of(support: Support, alive: np.ndarray, *, backward: bool) -> str:
 
 
 def of_pairs(x: Places, lost: np.ndarray, due: np.ndarray) -> str:
-    """What it is called that pairs (num_heads_q, total_q, total_k), of those that are ``due``, add
-    nothing to a gradient."""
+    """What ``lost`` pairs of a gradient are called, both (num_heads_q, total_q, total_k)."""
     for tile in TILES:
         for tail in (x.i >= x.n // tile * tile, x.j >= x.m // tile * tile):
             if np.array_equal(due & tail, due & lost):

@@ -8,9 +8,7 @@ import numpy as np
 
 from rawattn.check.diagnose.engine.attention import Bug, Same, View, exact, run_steps
 from rawattn.check.diagnose.engine.steps import SCORES, STEPS, Context, Step, changed
-from rawattn.check.diagnose.evidence.places import Places, Right
-
-Array = np.ndarray
+from rawattn.check.diagnose.evidence.places import Array, Places, Right
 
 
 def of_view(c: Context, whole: Array) -> Array:

@@ -13,8 +13,7 @@ PEAK = 8  # the worst of many entries over their root mean square
 
 @dataclass(frozen=True, eq=False)
 class Field:
-    """``x`` where ``there``. by_row: each row is known up to a number, as that of log-weights is.
-    noise: of one entry."""
+    """``x`` where ``there``, with a noise. by_row: rows are known up to a number, as logarithms."""
 
     x: Array
     there: Array
@@ -55,8 +54,7 @@ class Field:
         return self.fits(np.zeros_like(self.x))
 
     def slopes(self, x: Array) -> Array:
-        """(heads, 1, 1): how often ``x`` is in the field, in each head; rounded, as somebody may
-        have written it, where that leaves no more."""
+        """(heads, 1, 1): how often ``x`` is in the field; rounded where that leaves no more."""
         a, b = self.centred(x), self.own
         size = (a * a).sum(axis=(1, 2))
         found = ((a * b).sum(axis=(1, 2)) / np.where(size > 0, size, 1.0))[:, None, None]

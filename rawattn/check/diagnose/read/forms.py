@@ -30,6 +30,10 @@ TERMS: dict[str, Callable[[Array, Array, Array], Array]] = {  # of P, dP and D
     "P^2 dP": lambda P, dP, D: P * P * dP,
     "P": lambda P, dP, D: P,
 }
+SLOPES: dict[str, Callable[[Array], Array]] = {  # of t = tanh, the capped score over the cap
+    **{"": np.ones_like, "t": lambda t: t, "t^2": lambda t: t**2, "t^4": lambda t: t**4},
+    "tanh(t)^2": lambda t: np.tanh(t) ** 2,
+}
 OVER: dict[str, Callable[[Array, Array], Array]] = {  # of tiles, from the pair's and from the last
     "the tile of {} keys at hand": lambda own, last: own == 0,
     "the last tile of {} keys": lambda own, last: last == 0,
@@ -52,7 +56,7 @@ class Change:
 
 def form_of(part: Part) -> Change | None:
     """The plainest form that gives all that was read."""
-    forms = (change for make in (_sums, _columns, _row_terms) for change in make(part))
+    forms = (change for make in (_sums, _columns, _row_terms, _slopes) for change in make(part))
     found = (x for x in forms if x.dY is not None and part.fits(part.of(x.dY)))
     return next(found, None) or _another_term(part)
 
@@ -169,6 +173,24 @@ def _with_delta(D: Of, c: Context) -> Array:
 
 
 by_own_sums = partial(_with_delta, lambda c: ((c.P * c.dP).sum(axis=-1) - c.dL)[..., None])
+
+
+def _slopes(part: Part) -> Iterator[Change]:
+    """Another derivative of the softcap than 1 - t^2."""
+    cap, slopes, there = part.places.question.softcap, part.slopes, part.known
+    if cap is None:
+        return
+    due = (part.f * slopes.slope)[there]
+    unit = part.noise * np.maximum(np.abs(due), 1e-2)
+    basis = {name: of(slopes.S[there] / cap) / unit for name, of in SLOPES.items()}
+    for factors in sums_of(basis, due / unit, MOST):
+        text = f"has the slope {sum_in_words(factors)} of the softcap, not 1 - t^2, with t its tanh"
+        yield Change([text], "softcap-slope-omitted", partial(_with_slope, factors), whole=True)
+
+
+def _with_slope(factors: Mapping[str, float], c: Context) -> Array:
+    t = c.cap[0] / c.question.softcap
+    return np.asarray(c.G * sum(x * SLOPES[name](t) for name, x in factors.items()) * c.dS)
 
 
 def _another_term(part: Part) -> Change | None:

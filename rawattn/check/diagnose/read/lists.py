@@ -9,11 +9,10 @@ import numpy as np
 from rawattn.check.diagnose.catalogue.sparse import selection
 from rawattn.check.diagnose.engine.attention import NO_BUG, Bug, View, exact, per_key, views_of
 from rawattn.check.diagnose.engine.steps import STEPS, changed
-from rawattn.check.diagnose.evidence.places import Places, log_sum
+from rawattn.check.diagnose.evidence.places import Array, Places, log_sum
 from rawattn.check.diagnose.read.probe import Weights
 from rawattn.reference.dense import dead_to_inf
 
-Array = np.ndarray
 SITES = {"S", "dY", "E", "tdY"}  # steps that have the factors of scores
 NOISE = 8  # times what log-weights may be off by
 
@@ -40,9 +39,8 @@ def bugs_of(
 def scores_of(
     bug: Bug, places: Places, S: Array, views: Sequence[View] | None = None
 ) -> tuple[Array, Array]:
-    """The scores (num_heads_q, total_q, total_k) with a bug, of what counts several times together
-    and -inf of what nobody sees, and the factors in them, for the right scores ``S``. Raises
-    ValueError where it sees what is no key."""
+    """The scores (num_heads_q, total_q, total_k) with a bug, -inf of what nobody sees, and their
+    factors, for the right scores ``S``. Raises ValueError where it sees what is no key."""
     q = places.question
     views = tuple(views_of(q) if views is None else views)
     right, found, gates = places.gates, np.full(S.shape, -np.inf), np.ones(S.shape)
@@ -70,8 +68,8 @@ def _fits(bug: Bug, read: Weights, views: Sequence[View], noise: float, least: f
         L = read.right.lse[at] if read.passed else log_sum(S[at])
         with np.errstate(over="ignore"):
             P = np.exp(S[at] - dead_to_inf(np, L)[..., None])
-        telling = np.isfinite(read.right.lse[at]) | (not read.passed)
+
         off = np.abs(P - read.P[at]) > NOISE * noise * P + least
-        if np.isnan(read.P[at]).any() or off[telling].any():
+        if np.isnan(read.P[at]).any() or off[read.telling[at]].any():
             return False
     return True

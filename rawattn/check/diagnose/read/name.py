@@ -67,9 +67,8 @@ class Readings:
         return all(one.allows(bug) for one in self.of if one.stage == stage)
 
     def told(self, diagnosis: Diagnosis, side: str) -> Diagnosis:
-        """``diagnosis`` of the same function, with what was read of it. What a bug of the catalogue
-        explains keeps its name; what none does gets the words of the reading, and is as sure as its
-        planting made it."""
+        """``diagnosis`` of the same function, with what was read of it: the name of what a bug of
+        the catalogue explains stays, all else gets the words of the reading."""
         findings = list(diagnosis.findings)
         for said in self.of:
             if here := [n for n, x in enumerate(findings) if _is_of(x, side, said.stage)]:
@@ -133,10 +132,9 @@ def read(
     known: Known = None,
     enough: Callable[[Bug], bool] = lambda bug: False,
 ) -> Readings:
-    """What each stage that can be asked does, on problems like ``question``. ``ask(stage)`` is None
-    where the function has no such pass. known: a problem of other lengths, and what was answered to
-    it, of a function that cannot be asked about any. enough: whether a bug is all that is wrong;
-    then no further stage is asked."""
+    """What each stage does, on problems like ``question``; ``ask(stage)`` is None where there is no
+    such pass. known: a problem of other lengths and what was answered to it, of a function that
+    cannot be asked. enough: whether a bug is all that is wrong, so that nothing more is asked."""
     found: list[Said] = []
     facts: list[str] = []
     for stage in PASSES:
@@ -172,7 +170,7 @@ def _read(question: Question, stage: str, ask: Ask, known: Known) -> Said:
     found, again = reader(counted, here), cache(partial(_elsewhere, reader, counted, here))
 
     def table() -> str:
-        said = (tables.told(one, found.places.question) for one in tables_of(found))
+        said = (tables.told(one, here) for one in tables_of(found))
         return next(filter(None, said), "")
 
     def told(support: Support | None) -> Said:
@@ -222,8 +220,7 @@ def _is_so(said: Said, question: Question, answers: Answers) -> bool:
 
 
 def _elsewhere(of: Callable[[Ask, Question], Any], ask: Ask, question: Question) -> Any:
-    """What is read on other lengths; of a function that refuses them, multiples of such as it
-    takes."""
+    """What is read on other lengths; where they are refused, on multiples of such as it takes."""
     try:
         return of(ask, problem(question, 1, other=1))
     except Refused:

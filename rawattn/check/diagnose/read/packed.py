@@ -20,8 +20,7 @@ ADDED = 9  # tokens at most, to a sequence of the reader's second problem
 
 
 def packed(like: Question) -> Question:
-    """``like``, and behind its sequences those of what would be asked about it. Raises Refused
-    where it takes too many calls."""
+    """``like``, and behind its sequences those of what would be asked. Raises Refused."""
     return _joined([_plain(like), *_questions(_shorter(like))])
 
 
@@ -90,9 +89,8 @@ def _questions(like: Question) -> list[Question]:
 
     def ask(question: Question) -> Answers:
         found.append(question)
-        dout = np.zeros(0) if question.dout is None else question.dout
         given = {"dq": question.q, "dk": question.k, "dv": question.v, "out": question.out}
-        return {name: np.zeros(np.shape(x)) for name, x in (given | {"dout": dout}).items()}
+        return {name: np.zeros(np.shape(x)) for name, x in given.items()}
 
     for reader, _ in READERS.values():
         for seed, other in ((0, False), (1, True)):

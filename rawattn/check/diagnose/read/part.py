@@ -9,7 +9,7 @@ import numpy as np
 
 from rawattn.check.diagnose.engine.attention import Context
 from rawattn.check.diagnose.engine.question import Question
-from rawattn.check.diagnose.evidence.places import Places, Right, places_of
+from rawattn.check.diagnose.evidence.places import Array, Places, Right, places_of
 from rawattn.check.diagnose.read import lists
 from rawattn.check.diagnose.read.contexts import backward_of
 from rawattn.check.diagnose.read.fields import Field
@@ -17,7 +17,6 @@ from rawattn.check.diagnose.read.probe import Slopes
 from rawattn.check.diagnose.read.said import TINY, Said, noise_of
 from rawattn.reference.dense import dead_to_inf
 
-Array = np.ndarray
 CLEAR = 0.2  # of the typical dP - D, at least, where dS tells anything
 
 
@@ -87,6 +86,11 @@ class Part:
         """Whether that is dS."""
         size = np.where(self.known, self.P * np.abs(self.slopes.dP - self.slopes.D), 1.0)
         return self.field(np.where(self.known, self.slopes.dS - due, 0.0) / size).zero
+
+    @property
+    def right(self) -> bool:
+        """Whether dS is right, for all that P is not."""
+        return not (self.gone.any() or self.wrongly.any()) and self.field(self.f - 1).zero
 
     @property
     def pairs(self) -> tuple[Places, Array, Array]:

@@ -13,12 +13,11 @@ import numpy as np
 
 from rawattn.check.cases import in_use
 from rawattn.check.diagnose.engine.question import Answers, Question
-from rawattn.check.diagnose.evidence.places import Places, Right
+from rawattn.check.diagnose.evidence.places import Array, Places, Right
 from rawattn.check.diagnose.read.contexts import backward_of
 from rawattn.check.diff import FLOATING
 
 Ask = Callable[[Question], Answers]  # answers of one stage; may raise anything
-Array = np.ndarray
 OF_DERIVATIVES = ("dout", "dlse", "tq", "tk", "tv", "tsinks", "tblock_scale", "sliding")
 SPREAD = 0.8  # standard deviation of scores: small, so that no weight is too small for 16 bits
 CALLS = 160  # of a reading, at most: counted, so that a busy machine reads what an idle one does
@@ -48,13 +47,17 @@ class Weights:
         """Whether it is that of a backward pass, which makes it with the lse that it is given."""
         return self.value_head is None
 
+    @property
+    def telling(self) -> Array:
+        """Rows that tell anything: with an lse of no keys a backward pass has no weights."""
+        return np.asarray(np.isfinite(self.right.lse) | (not self.passed))
+
 
 @dataclass(frozen=True, eq=False)
 class Slopes:
-    """dS as dq or dk has it, and what it must be: all (num_heads_q, total_q, total_k). S, L (the
-    lse that was passed), dP: right ones of the calls in which it was read; D, the row term; slope,
-    the derivative of a softcap, or the gate of a block. asked: what each call was about, and where
-    in dS what it gave is."""
+    """dS as dq or dk has it, and what is right in the calls in which it was read: S, L (the lse
+    that was passed), dP, D, slope (of a softcap, or the gate of a block), all (num_heads_q,
+    total_q, total_k). asked: what each call was about, and where in dS what it gave is."""
 
     dS: Array
     S: Array
@@ -78,14 +81,9 @@ class Backward:
     slopes: dict[str, Slopes]
     adds: dict[str, Array]
 
-    @property
-    def places(self) -> Places:
-        return self.weights.places
-
 
 def problem(question: Question, seed: int, *, other: int = 0) -> Question:
-    """Like ``question``, without what is about derivatives; ``other``: with other lengths, more by
-    multiples of that."""
+    """Like ``question``, of a forward pass; ``other``: with lengths more by multiples of that."""
     rng = np.random.default_rng([seed, 77])
     lengths = [np.diff(question.offsets(of)).astype(int) for of in "qk"]
     if other:  # where it can, another order, so that nothing hangs on the place of a sequence

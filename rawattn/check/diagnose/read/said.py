@@ -9,14 +9,13 @@ import numpy as np
 from rawattn.check.diagnose.catalogue.classes import CLASSES
 from rawattn.check.diagnose.catalogue.second_order import JVP, SECOND, of_one_pass
 from rawattn.check.diagnose.engine.attention import BACKWARD, FIRST, Bug, See, Step
-from rawattn.check.diagnose.evidence.places import Places
+from rawattn.check.diagnose.evidence.places import Array, Places
 from rawattn.check.diagnose.evidence.support import Support, pairs_of
 from rawattn.check.diagnose.read import branches, lists
 from rawattn.check.diagnose.read.contexts import context_of, scores_of
 from rawattn.check.diagnose.read.probe import Weights
 from rawattn.check.diagnose.read.terms import Term
 
-Array = np.ndarray
 SEEN = {"float16": 1e-5}  # weights above are seen; of other dtypes those above TINY
 TINY = 1e-30
 STAGES = {"backward": BACKWARD, "second": SECOND, "jvp": JVP}

@@ -1,17 +1,17 @@
 """What a backward pass has in place of dS, and which heads it adds up where."""
 
 from collections.abc import Callable
-from functools import cache, partial
+from functools import partial
 from itertools import islice
 
 import numpy as np
 
 from rawattn.check.diagnose.engine.attention import STEPS, Context, changed
-from rawattn.check.diagnose.evidence.places import places_of
+from rawattn.check.diagnose.evidence.places import Array, places_of
 from rawattn.check.diagnose.evidence.support import LESS, MORE, Support, support_of
 from rawattn.check.diagnose.read.classes import BACKWARD_ONLY, of_pairs
 from rawattn.check.diagnose.read.contexts import of_view
-from rawattn.check.diagnose.read.fields import Field, by_head, sum_in_words, sums_of
+from rawattn.check.diagnose.read.fields import Field, by_head
 from rawattn.check.diagnose.read.forms import Change, by_own_sums, form_of
 from rawattn.check.diagnose.read.part import Part
 from rawattn.check.diagnose.read.probe import Backward
@@ -20,29 +20,22 @@ from rawattn.check.diagnose.read.terms import at, of_distance
 from rawattn.check.diagnose.read.weights import of_lists, said_of
 from rawattn.reference.dense import dead_to_inf
 
-Array = np.ndarray
 VERBS = {LESS: "misses pairs", MORE: "has pairs that must not be"}
-SLOPES: dict[str, Callable[[Array], Array]] = {  # of t = tanh, the capped score over the cap
-    **{"": np.ones_like, "t": lambda t: t, "t^2": lambda t: t**2, "t^4": lambda t: t**4},
-    "tanh(t)^2": lambda t: np.tanh(t) ** 2,
-}
+
 TRIED = 3  # listed bugs of P that look alike
 IN_ANOTHER_WAY = "is wrong in another way"
 
 
 def said_of_backward(
-    read: Backward, again: Callable[[], Backward], support: Support | None = None
+    read: Backward, second: Callable[[], Backward], support: Support | None = None
 ) -> Said:
     """Like ``said_of``, of P as dv has it, of dS as dq and dk have it, and of the heads' sums."""
-    second = cache(again)
     if (of_heads := _of_sums(read)) is not None:
         return of_heads
-    weights = cache(lambda: second().weights)
-    listed = islice(of_lists(read.weights, weights), TRIED)
-    every = [_with_slopes(said, read, second) for said in listed]
-    if every:
+    listed = islice(of_lists(read.weights, lambda: second().weights), TRIED)
+    if every := [_with_slopes(said, read, second) for said in listed]:
         return next((said for said in every if "dS" in said.right), every[0])
-    return _with_slopes(said_of(read.weights, weights, support), read, second)
+    return _with_slopes(said_of(read.weights, lambda: second().weights, support), read, second)
 
 
 def _with_slopes(said: Said, read: Backward, second: Callable[[], Backward]) -> Said:
@@ -67,14 +60,13 @@ def _with_slopes(said: Said, read: Backward, second: Callable[[], Backward]) -> 
 def _change(
     said: Said, read: Backward, second: Callable[[], Backward], name: str, same: Change | None
 ) -> Change:
-    """What is wrong with dS of a gradient; ``same``: what is with that of dq, which has the
-    cotangents of all heads, and tells more."""
+    """What is wrong with dS of a gradient; ``same``: with that of dq, which tells of all heads."""
 
     def part(said: Said | None, read: Backward) -> Part:
         """ValueError where it is not known who sees whom."""
         return Part(said, read.weights.places, name, read.slopes[name])
 
-    if (said.see or said.term or said.listed) and _is_right(part(None, read)):
+    if (said.see or said.term or said.listed) and part(None, read).right:
         return Change(["is that of the right weights"], "", _masked, masked=True)
     own = part(said, read)
     if said.wrong and own.fits(own.of(by_own_sums)):
@@ -105,11 +97,6 @@ def _of_sums(read: Backward) -> Said | None:
         said.wrong.append(f"{name}, {'; '.join(of_heads)}")
     said.names.append("gqa-group-not-summed" if alone else "gqa-reduction-map")
     return None if said.sound else said
-
-
-def _is_right(part: Part) -> bool:
-    """Whether dS is right, for all that P is not."""
-    return not (part.gone.any() or part.wrongly.any()) and part.field(part.f - 1).zero
 
 
 def _masked(c: Context) -> Array:
@@ -177,25 +164,6 @@ def _with_pairs(pairs: Support, dY: Callable[[Context], Array] | None, c: Contex
     return np.where(seen, np.where(right, found, _unmasked(c)), 0.0)
 
 
-def _of_slopes(part: Part) -> Change | None:
-    """Another derivative of the softcap than 1 - t^2."""
-    if (cap := part.places.question.softcap) is None:
-        return None
-    slopes, there = part.slopes, part.known
-    due = (part.f * slopes.slope)[there]
-    unit = part.noise * np.maximum(np.abs(due), 1e-2)
-    basis = {name: of(slopes.S[there] / cap) / unit for name, of in SLOPES.items()}
-    if (factors := next(sums_of(basis, due / unit, 3), None)) is None:
-        return None
-    text = f"has the slope {sum_in_words(factors)} of the softcap, not 1 - t^2, with t its tanh"
-    return Change([text], "softcap-slope-omitted", partial(_with_slope, factors), whole=True)
-
-
-def _with_slope(factors: dict[str, float], c: Context) -> Array:
-    t = c.cap[0] / c.question.softcap
-    return np.asarray(c.G * sum(x * SLOPES[name](t) for name, x in factors.items()) * c.dS)
-
-
 def _form_of(part: Part) -> Change:
     """What stands there in place of dS."""
     f, places = part.f, part.places
@@ -209,10 +177,10 @@ def _form_of(part: Part) -> Change:
         name = "output-scale" if "softmax_scale is" in scale else "constant-factor"
         text = f"is multiplied by {by_head(by)}{scale}"
         return Change([text], name, lambda c: by[c.view.heads] * c.dY, times=by.ravel())
-    if (found := form_of(part) or _of_slopes(part)) is not None:
+    if (found := form_of(part)) is not None:
         return found
     logs = part.field(np.log(np.where(f > 0, f, 1.0)))
-    told, _, of = of_distance(logs, places)
+    told, of = of_distance(logs, places)
     if (f > 0)[logs.there].all() and logs.fits(of(places)):
         text = f"is multiplied by exp of {told}"
         return Change([text], "unknown", lambda c: np.exp(at(c, of)) * c.dY)

@@ -1,5 +1,4 @@
-"""What weights are divided by, lse, and which head of v they are of. Long by what may be in a row's
-sum."""
+"""What weights are divided by, lse, and their head of v. Long by what may be in a row's sum."""
 
 from collections.abc import Callable, Iterator
 from functools import partial
@@ -8,8 +7,8 @@ import numpy as np
 
 from rawattn.check.diagnose.catalogue import maps, options
 from rawattn.check.diagnose.engine.attention import TILES
-from rawattn.check.diagnose.engine.steps import LOG2_E, STEPS, Context, Step
-from rawattn.check.diagnose.evidence.places import Places, Right, log_sum, places_of
+from rawattn.check.diagnose.engine.steps import LOG2_E, STEPS, Context
+from rawattn.check.diagnose.evidence.places import Array, Places, Right, log_sum, places_of
 from rawattn.check.diagnose.evidence.rules import Rule, Span
 from rawattn.check.diagnose.read.contexts import of_view
 from rawattn.check.diagnose.read.fields import by_head, number, sum_in_words, sums_of
@@ -18,7 +17,6 @@ from rawattn.check.diagnose.read.said import Said, logs_of, noise_of, seen_of
 from rawattn.check.diagnose.read.terms import of_other_heads
 from rawattn.reference.dense import dead_to_inf
 
-Array = np.ndarray
 FEW = 0.3  # of rows
 ROUNDED = 8e-3  # off by less: sums or weights in 16 bits may be
 PARTS: dict[str, Callable[[Array, Array], Array]] = {  # of L or sinks, and the row's maximum
@@ -29,9 +27,10 @@ PARTS: dict[str, Callable[[Array, Array], Array]] = {  # of L or sinks, and the 
     "": lambda L, top: top**0,
 }
 SUMMED = {  # of the right lse and row_max, if that is all
-    ("lse-without-max", ""): (1, -1),
-    ("lse-base-2", ": the logarithm of the row sum is in base 2"): (LOG2_E, 1 - LOG2_E),
-    ("lse-base-2", ": the row maximum is in base 2"): (1, LOG2_E - 1),
+    ("lse-base-2", "in base 2"): (LOG2_E, 0),
+    ("lse-without-max", "{}"): (1, -1),
+    ("lse-base-2", "{}: the logarithm of the row sum is in base 2"): (LOG2_E, 1 - LOG2_E),
+    ("lse-base-2", "{}: the row maximum is in base 2"): (1, LOG2_E - 1),
 }
 KEYS: dict[str, Callable[[Places], Array]] = {  # that row sums may be over
     "the keys that must be seen": lambda places: places.rights,
@@ -47,7 +46,8 @@ class _Rows:
     def __init__(self, said: Said, read: Weights) -> None:
         self.places = read.places
         self.S, (self.seen, alive) = said.scores(read.places, read.right.S), seen_of(read)
-        self.logs = logs_of(read, self.seen)
+        self.logs, sinks = logs_of(read, self.seen), read.places.question.sinks
+        self.sinks = None if sinks is None else np.asarray(sinks, dtype=np.float64)[:, None]
         right = read.places.rights & self.seen
         count = np.maximum(right.sum(axis=-1), 1)
         self.total = np.where(right, self.S - self.logs, 0.0).sum(axis=-1) / count
@@ -81,13 +81,13 @@ def say_sums(said: Said, second: Callable[[], Weights]) -> None:
     if np.abs(level - x.S)[wrongly].max(initial=0.0) >= 8 * x.noise:
         _say_filled(said, level[wrongly], x.noise)
         x.S = np.where(wrongly, level, x.S)
-    due, sinks = log_sum(np.where(x.seen, x.S, -np.inf)), x.places.question.sinks
-    with_sinks = due if sinks is None else np.logaddexp(due, np.asarray(sinks, float)[:, None])
+    due = log_sum(np.where(x.seen, x.S, -np.inf))
+    with_sinks = due if x.sinks is None else np.logaddexp(due, x.sinks)
     if x.fit(with_sinks):
         said.right.append("row sums")
-    elif sinks is not None and x.fit(due):
+    elif x.sinks is not None and x.fit(due):
         said.say("the sinks are not in the row sums", "sinks-dropped")
-    elif not (_say_keys(said, x, second) if sinks is None else _say_sink(said, x, due)):
+    elif not (_say_keys(said, x, second) if x.sinks is None else _say_sink(said, x, x.sinks, due)):
         _say_mass(said, x, with_sinks)
     if said.weights.lse is not None:
         _say_lse(said, x, with_sinks)
@@ -133,14 +133,11 @@ def _say_lse(said: Said, x: _Rows, with_sinks: Array) -> None:
         said.unread.append("lse is off by less than a hundredth")
     elif factors is None:
         said.wrong.append("lse is not the logarithm of the row sums")
-    elif [*factors] == ["the right lse"] and abs(factors["the right lse"] * np.log(2) - 1) < 1e-2:
-        said.say("lse is in base 2", "lse-base-2")
     else:
         by = [factors.get(name, 0.0) for name in PARTS]
         told = (x for x, due in SUMMED.items() if np.allclose(by, (due[0], 0, due[1], 0, 0), 1e-2))
-        name, text = next(told, ("unknown", ""))
-        said.say(f"lse is {sum_in_words(factors)}{text}", name)
-    if factors is not None:
+        name, text = next(told, ("unknown", "{}"))
+        said.say(f"lse is {text.format(sum_in_words(factors))}", name)
         said.steps["L"] = partial(_L, factors)
 
 
@@ -158,14 +155,12 @@ def _sink(factors: dict[str, float], c: Context) -> Array:
     return _sum_of(factors, c.sink, c.S.max(axis=-1, initial=-np.inf))
 
 
-def _say_sink(said: Said, x: _Rows, due: Array) -> bool:
-    """Whether the row sums have exp of a sum of the sink and of the row's maximum; due: their
-    logarithms without sinks."""
+def _say_sink(said: Said, x: _Rows, sinks: Array, due: Array) -> bool:
+    """Whether they have exp of a sum of sink and row's maximum; due: logarithms without sinks."""
     more, top = np.exp(x.total) - np.exp(due), x.top
     known = x.known & (more > 0)
     wanted = np.log(more[known])
     size = (x.noise * np.exp(x.total) / np.where(known, more, 1.0))[known] + 1e-9
-    sinks = np.asarray(x.places.question.sinks, dtype=np.float64)[:, None]
     basis = {name: PARTS[name](sinks, top)[known] / size for name in ("sink", "row_max", "")}
     factors = next(sums_of(basis, wanted / size, len(basis)), None) if known.any() else None
     if factors is None:
@@ -177,8 +172,7 @@ def _say_sink(said: Said, x: _Rows, due: Array) -> bool:
 
 
 def _say_keys(said: Said, x: _Rows, second: Callable[[], Weights]) -> bool:
-    """Whether the row sums are of other keys than the weights: of those of the sequence, or that
-    must be seen, all or by a rule of one bound."""
+    """Whether the row sums are of other keys than the weights, all or by a rule of one bound."""
     other = None
     for words, of in KEYS.items():
         for rule in (Rule(()), *_bounds(x, of(x.places))):
@@ -227,11 +221,8 @@ def _over(rule: Rule, of: Callable[[Places], Array], c: Context) -> tuple[Array,
 
 
 def _say_mass(said: Said, x: _Rows, due: Array) -> None:
-    """What is in the row sums beside the keys that are seen; due: the logarithms of the sums of
-    these."""
+    """What is in the row sums beside the keys that are seen; due: the logarithms without it."""
     ratio, mass = (x.total - due)[x.known], np.exp(x.total) - np.exp(due)
-    sinks = x.places.question.sinks
-    sinks = None if sinks is None else np.exp(np.asarray(sinks, dtype=np.float64))[:, None]
     families = maps.families(x.places.question, True)
     if np.ptp(ratio) < 8 * x.noise:
         mean = number(float(np.exp(-ratio.mean())))
@@ -243,12 +234,10 @@ def _say_mass(said: Said, x: _Rows, due: Array) -> None:
     elif by := next((one for one in families if x.fit(_moved(one, x.places, due))), None):
         said.say(f"the row sums are those of other rows: {by.words}", "statistics-misplaced")
         said.steps["softmax"] = partial(_over_others, partial(_moved, by))
-    elif sinks is not None and (often := _often(x, mass / sinks)):
+    elif x.sinks is not None and (often := _often(x, mass / np.exp(x.sinks))):
         said.say(f"the row sums have exp(sink) {often} too often", "denominator")
-    elif (more := _more(x, mass, said.weights.right.lse)) is not None:
-        text, name, step = more
-        said.say(f"the row sums have {text}", name)
-        said.steps |= options.with_sink(step)
+    elif _say_more(said, x, mass):
+        return
     elif np.abs(ratio).max() < ROUNDED:
         said.unread.append("the row sums are off by less than a hundredth, by no rule")
     elif often := _often(x, mass):
@@ -286,10 +275,9 @@ def _often(x: _Rows, times: Array) -> str:
     return f"{whole.min():.0f} to {whole.max():.0f} times ({of})"
 
 
-def _more(x: _Rows, mass: Array, lse: Array) -> tuple[str, str, Step] | None:
-    """What the ``mass`` (num_heads_q, total_q) in the row sums is, its class, and the logarithm of
-    the sink that does it."""
-    allowed = 8 * x.noise * np.maximum(np.exp(lse), 1)
+def _say_more(said: Said, x: _Rows, mass: Array) -> bool:
+    """Whether the ``mass`` (num_heads_q, total_q) in the row sums is that of a sink."""
+    allowed = 8 * x.noise * np.maximum(np.exp(said.weights.right.lse), 1)
     for end, of in _others(x, mass).items():
         unit = np.where(x.known, of(x.places), 0.0) / allowed
         size = (unit**2).sum(axis=1)
@@ -297,24 +285,23 @@ def _more(x: _Rows, mass: Array, lse: Array) -> tuple[str, str, Step] | None:
         times = np.where(np.abs(times - np.rint(times)) < 0.02, np.rint(times), times)
         left = np.abs(mass / allowed - times[:, None] * unit)[x.known].max()
         if left < 1 and size.any() and (not end or (times == 1).all()):
-            text, name = f"every key of padding up to {end}", "padded-keys"
-            if not end:
-                text, name = f"{by_head(times)} more than the keys that are seen", "denominator"
-            return text, name, partial(_and_more, times, of)
-    return None
+            text = f"every key of padding up to {end}"
+            text = text if end else f"{by_head(times)} more than the keys that are seen"
+            said.say(f"the row sums have {text}", "padded-keys" if end else "denominator")
+            said.steps |= options.with_sink(partial(_and_more, times, of))
+            return True
+    return False
 
 
 def _others(x: _Rows, mass: Array) -> dict[str, Callable[[Places], Array]]:
-    """What may be in the row sums, and how much it is if it is there once: keys of padding, by
-    where they end, or "" a number."""
+    """What may be there, and how much of it once: keys of padding, by their end, or "" a number."""
     found = {"the longest sequence": partial(_padding, 0, 0)}
     padded = int(np.rint(np.median((mass + x.places.m[:, 0])[x.known])))
     if padded > max(x.places.question.lengths_k):  # that of a sequence that is not here
         found[f"{padded} keys"] = partial(_padding, 0, padded)
     found |= {f"the end of its last tile of {t} keys": partial(_padding, t, 0) for t in TILES}
-    if x.places.question.seqused_k is not None:
-        of_used = ((t, f"the end of the last tile of {t} keys in use") for t in TILES)
-        found |= {f"{end}, or of all": partial(_padding, t, -1) for t, end in of_used}
+    in_use = "the end of the last tile of {} keys in use, or of all"
+    found |= {in_use.format(t): partial(_padding, t, -1) for t in TILES}
     return {**found, "": lambda places: np.ones((1, len(places.j)))}
 
 

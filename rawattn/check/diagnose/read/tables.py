@@ -41,9 +41,8 @@ def tables_of(read: Weights | Backward) -> Iterator[Table]:
 def _of_backward(read: Backward) -> Iterator[Table]:
     w, noise = read.weights, OFF * noise_of(read.weights.places)
     rights = w.places.rights
-    given = w.right.S, w.right.lse[..., None]
-    free = _weights(*given, True)
-    yield Table("P of dv", w.P, _weights(*given, rights), "q", "j", noise, SMALL, free)
+    free = _weights(w.right.S, w.right.lse[..., None], True)
+    yield Table("P of dv", w.P, np.where(rights, free, 0.0), "q", "j", noise, SMALL, free)
     for name, of in read.slopes.items():
         with np.errstate(invalid="ignore", over="ignore"):
             free = _weights(of.S, of.L, True) * of.Z

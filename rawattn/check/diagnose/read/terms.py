@@ -1,8 +1,7 @@
 """What scores are in place of the right ones: with a term of places, other functions of themselves,
-of other heads, of some columns. A term is planted by steps, and fits if these give the log-weights
-that were read."""
+of other heads, of some columns. A term fits if its steps give the log-weights that were read."""
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from functools import partial
 from itertools import chain
@@ -11,19 +10,17 @@ from typing import Any
 import numpy as np
 
 from rawattn.check.diagnose.catalogue.second_order import with_values
-from rawattn.check.diagnose.engine.steps import LOG2_E, STEPS, Context, Step, changed
-from rawattn.check.diagnose.evidence.places import Places, places_of
+from rawattn.check.diagnose.engine.steps import STEPS, Context, Step, changed
+from rawattn.check.diagnose.evidence.places import Array, Places, places_of
 from rawattn.check.diagnose.read.contexts import capped, of_view, scores_of
 from rawattn.check.diagnose.read.fields import Field, by_head, number, of_heads, runs_of
 
-Array = np.ndarray
 Curve = Callable[[Array, float], tuple[Array, Array]]  # other scores, and their derivative
 CURVES: dict[str, Curve] = {  # of uncapped scores with a number c
     "capped, {c} tanh(S / {c})": lambda S, c: (c * np.tanh(S / c), 1 - np.tanh(S / c) ** 2),
     "not capped": lambda S, c: (S, np.ones_like(S)),
     "clipped at {c}": lambda S, c: (np.clip(S, -c, c), 1.0 * (abs(S) < c)),
     "their absolute values": lambda S, c: (np.abs(S), np.sign(S)),
-    "{c} S / ({c} + |S|)": lambda S, c: (c * S / (c + abs(S)), (c / (c + abs(S))) ** 2),
 }
 NUMBERS = (*(2.0**n for n in range(-10, 6)), 0.01, 0.1, 3.0, 5.0, 10.0, 20.0, 30.0, 50.0)
 
@@ -32,8 +29,8 @@ Of = Callable[[Places], Array]  # numbers (num_heads_q or 1, total_q, total_k) o
 
 @dataclass(frozen=True, eq=False)
 class Term:
-    """What is wrong with the scores, its class, and the steps that do it. values: numbers that the
-    text holds, such as factors by head."""
+    """What is wrong with the scores, its class, and the steps that do it. values: by head, factors
+    of the scores."""
 
     text: str
     name: str
@@ -48,24 +45,24 @@ def term_of(field: Field, c: Context, *, many: bool = False) -> Term | None:
     return next((t for t in chain(*parts) if field.fits(scores_of(c, t.steps) - c.S)), None)
 
 
-def of_distance(field: Field, places: Places) -> tuple[str, Array, Of]:
+def of_distance(field: Field, places: Places) -> tuple[str, Of]:
     """What the field may be of the distance, in words, by slopes (num_heads_q, 1, 1)."""
     slopes = field.slopes(_by_distance(np.ones((1, 1, 1)), places))
-    return f"{by_head(slopes)} |j - i|", slopes, partial(_by_distance, slopes)
+    return f"{by_head(slopes)} |j - i|", partial(_by_distance, slopes)
 
 
 def at(c: Context, of: Of) -> Array:
     return of_view(c, of(places_of(c.question)))
 
 
-def adding(of: Of, text: str, name: str, values: Sequence[float] = ()) -> Term:
+def adding(of: Of, text: str, name: str) -> Term:
     steps = capped(lambda c, S: S + at(c, of) / np.where(c.G == 0, 1.0, c.G))  # G comes behind it
-    return Term(text, name, steps, tuple(values))
+    return Term(text, name, steps)
 
 
 def _biases(field: Field, c: Context) -> Iterator[Term]:
-    text, slopes, of = of_distance(field, places_of(c.question))
-    yield adding(of, f"added to the scores: {text}", "score-bias", slopes.ravel().tolist())
+    text, of = of_distance(field, places_of(c.question))
+    yield adding(of, f"added to the scores: {text}", "score-bias")
 
 
 def _by_distance(slopes: Array, places: Places) -> Array:
@@ -80,12 +77,6 @@ def _factors(field: Field, c: Context) -> Iterator[Term]:
 
 
 def of_other_heads(of: str, heads: Array) -> Term:
-    what = {"k": "keys", "q": "queries", "v": "values"}[of]
-    text = f"query head h takes the {what} of head {of_heads(heads)}"
-    return Term(text, "gqa-head-map", _taking(of, heads))
-
-
-def _taking(of: str, heads: Array) -> dict[str, Step]:
     """q, k or v of other heads in its product, by query head."""
 
     def taken(c: Context) -> Array:
@@ -93,16 +84,17 @@ def _taking(of: str, heads: Array) -> dict[str, Step]:
         x = getattr(c.question, of)[rows][:, heads[c.view.heads]]
         return np.asarray(x.astype(np.float64).swapaxes(0, 1))
 
-    step = "O" if of == "v" else "Y"
-    return {step: with_values(step, **{of.upper(): taken})}
+    what, step = {"k": ("keys", "Y"), "q": ("queries", "Y"), "v": ("values", "O")}[of]
+    text = f"query head h takes the {what} of head {of_heads(heads)}"
+    return Term(text, "gqa-head-map", {step: with_values(step, **{of.upper(): taken})})
 
 
 def _heads(field: Field, c: Context) -> Iterator[Term]:
     """Scores of other heads of k, or of q."""
     for of in "kq":
         heads = range(getattr(c.question, of).shape[1])
-        tried = (_taking(of, np.full(c.question.num_heads_q, head)) for head in heads)
-        left = np.array([field.left_by_head(scores_of(c, steps) - c.S) for steps in tried])
+        tried = (of_other_heads(of, np.full(c.question.num_heads_q, head)) for head in heads)
+        left = np.array([field.left_by_head(scores_of(c, one.steps) - c.S) for one in tried])
         yield of_other_heads(of, left.argmin(axis=0))
 
 
@@ -137,9 +129,8 @@ def _curves(field: Field, c: Context) -> Iterator[Term]:
             with np.errstate(invalid="ignore", over="ignore"):
                 return field.left(c.G * curve(c.Y, x)[0] - c.S)
 
-        known = {c.s: "the softcap, before softmax_scale", 1 / LOG2_E: "ln 2 times the softcap"}
-        of_cap = cap is not None and "{c}" in words
-        caps = {cap * x: of for x, of in {**known, 1.0: ""}.items()} if of_cap else {}
+        caps = {cap: "", cap * c.s: " (the softcap, before softmax_scale)"} if cap else {}
+        caps = caps if "{c}" in words else {}
         x = min((*NUMBERS, *caps), key=left_by) if "{c}" in words else 1.0
         for fine in range(15) if "{c}" in words and left_by(x) < far else ():
             x = float(min(x * 2 ** (np.linspace(-1, 1, 9) / 4**fine), key=left_by))
@@ -148,8 +139,8 @@ def _curves(field: Field, c: Context) -> Iterator[Term]:
         x = next((y for y in few if y and left_by(y) <= enough), x)
         name = "softcap-dropped" if words == "not capped" else "softcap"
         text = f"the scores are {words.format(c=f'{x:.4g}')}"
-        text += next((f" ({of})" for y, of in caps.items() if of and np.isclose(x, y, 5e-3)), "")
-        yield Term(text, name, {"cap": partial(_bent, curve, x)}, (x,))
+        text += next((of for y, of in caps.items() if np.isclose(x, y, 5e-3)), "")
+        yield Term(text, name, {"cap": partial(_bent, curve, x)})
 
 
 def _bent(curve: Curve, x: float, c: Context) -> tuple[Array, Array, float]:

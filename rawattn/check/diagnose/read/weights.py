@@ -1,12 +1,11 @@
 """What the weights of a pass are in place of the right ones: who sees whom, and which scores."""
 
 from collections.abc import Callable, Iterator
-from functools import cache
 
 import numpy as np
 
-from rawattn.check.diagnose.evidence.places import Places, log_sum
-from rawattn.check.diagnose.evidence.rules import Rule, Shown, rules_of
+from rawattn.check.diagnose.evidence.places import Array, Places, log_sum
+from rawattn.check.diagnose.evidence.rules import Shown, rules_of
 from rawattn.check.diagnose.evidence.sight import mask_rule
 from rawattn.check.diagnose.evidence.structure import where
 from rawattn.check.diagnose.evidence.support import OTHER, Support, support_of
@@ -19,32 +18,16 @@ from rawattn.check.diagnose.read.said import COARSE, Said, least_of, logs_of, no
 from rawattn.check.diagnose.read.sums import say_passed, say_sums, say_values
 from rawattn.check.diagnose.read.terms import Term, adding, term_of
 
-Array = np.ndarray
 
-
-def said_of(read: Weights, again: Callable[[], Weights], support: Support | None = None) -> Said:
-    """``again``: the same on other lengths, where rules are checked. support: what was read
-    before, by other rules."""
-    second = cache(again)
-    return next(of_lists(read, second), None) or _said_of(read, second, support)
-
-
-def of_lists(read: Weights, again: Callable[[], Weights]) -> Iterator[Said]:
-    """Of block-sparse attention the listed bugs that give all weights."""
-    places, (seen, _) = read.places, seen_of(read)
-    least = noise_of(places), least_of(read)
-    for bug in bugs_of(read, again, *least) if places.question.sparse else ():
-        said = Said(read, Support(places, places.rights & seen, ()))
-        said.say_listed(bug)
-        yield said
-
-
-def _said_of(read: Weights, second: Callable[[], Weights], support: Support | None) -> Said:
+def said_of(read: Weights, second: Callable[[], Weights], support: Support | None = None) -> Said:
+    """``second``: the same on other lengths, to check rules. support: what was read before."""
     places, (seen, alive) = read.places, seen_of(read)
+    if (listed := next(of_lists(read, second), None)) is not None:
+        return listed
     said = Said(read, Support(places, places.rights & seen, ()))
     if not alive.all():
         said.wrong.append(f"rows are NaN: {', '.join(where(places.question, 'out', ~alive.T))}")
-    alive = alive & _telling(read)
+    alive = alive & read.telling
     due = seen & places.rights & alive[..., None]
     x = Field(logs_of(read, seen) - read.right.S, due, True, noise_of(places))
     _say_scores(said, x, second)
@@ -59,27 +42,31 @@ def _said_of(read: Weights, second: Callable[[], Weights], support: Support | No
     return said
 
 
+def of_lists(read: Weights, again: Callable[[], Weights]) -> Iterator[Said]:
+    """Of block-sparse attention the listed bugs that give all weights."""
+    places, (seen, _) = read.places, seen_of(read)
+    least = noise_of(places), least_of(read)
+    for bug in bugs_of(read, again, *least) if places.question.sparse else ():
+        said = Said(read, Support(places, places.rights & seen, ()))
+        said.say_listed(bug)
+        yield said
+
+
 def _say_scores(said: Said, x: Field, second: Callable[[], Weights]) -> None:
     """What ``x``, log-weights less the right scores, tells of the scores."""
     read, c = said.weights, context_of(said.weights.places, said.weights.right.S)
     if x.zero:
         said.right.append("scores and softmax_scale")
         return
-    term = term_of(x, c) or _counted(read, x.noise, second)
-    if not read.passed:
-        term = term or term_of(x, c, many=True)
-    said.term = term
-    if term is not None:
-        said.say_term(term)
+    said.term = term_of(x, c) or _counted(read, x.noise, second)
+    if said.term is None and not read.passed:
+        said.term = term_of(x, c, many=True)
+    if said.term is not None:
+        said.say_term(said.term)
     elif x.left(np.zeros_like(c.S)) * x.noise < COARSE:
         said.right.append("scores and softmax_scale, roughly")
     else:
         said.unread.append("the weights of keys that must be seen are other numbers")
-
-
-def _telling(read: Weights) -> Array:
-    """Rows that tell anything: with an lse of no keys a backward pass has no weights."""
-    return np.asarray(np.isfinite(read.right.lse) | (not read.passed))
 
 
 def _pairs(said: Said, read: Weights) -> tuple[Places, Array, Array]:
@@ -90,7 +77,7 @@ def _pairs(said: Said, read: Weights) -> tuple[Places, Array, Array]:
     total = log_sum(np.where(right, S, -np.inf))
     small = S - np.where(np.isfinite(total), total, 0.0)[..., None]
     seen = seen | (right & (small < np.log(least_of(read)) + 1))
-    return read.places, seen, (alive & _telling(read))[..., None]
+    return read.places, seen, (alive & read.telling)[..., None]
 
 
 def _say_support(said: Said, alive: Array) -> None:
@@ -114,31 +101,26 @@ def _say_support(said: Said, alive: Array) -> None:
 
 
 def _counted(read: Weights, noise: float, second: Callable[[], Weights]) -> Term | None:
-    """How often, and which, where keys count more than once."""
-    found, known, values = _times(read, noise)
+    """How often, and which, where keys count more than once: to weights the logarithm is added."""
+    (found, known, values), q = _times(read, noise), read.places.question
     if not values.size:
         return None
     shown = [(read.places, found, known), (second().places, *_times(second(), noise)[:2])]
-    every = range(read.places.question.num_heads_q if read.places.question.sparse else 1)
+    every = range(q.num_heads_q if q.sparse else 1)
     by_head = ((of.of(h), n[h], k[h]) for of, n, k in shown for h in every)
     rule = next(rules_of(*(Shown(of, k, k & (n > 1.5)) for of, n, k in by_head)), None)
     if rule is None or len(values[values > 1]) != 1:
         return None
-    return _counting(int(values[-1]), rule, read.places)
-
-
-def _counting(often: int, rule: Rule, places: Places) -> Term:
-    """Keys that count ``often`` where ``rule`` says: to weights the logarithm is added."""
+    often = int(values[-1])
 
     def of(places: Places) -> Array:
-        heads = range(places.question.num_heads_q if places.question.sparse else 1)
-        times = [np.where(rule.holds(places.of(head)), often, 1) for head in heads]
+        times = [np.where(rule.holds(places.of(head)), often, 1) for head in every]
         return np.log(np.asarray(times, dtype=np.float64))
 
     # of a tile: by places, not by distances or remainders
     other = any(f in ("j - i", "j - p") or "%" in f for f, *_ in rule.spans)
     name = "wrong-keys" if other or not rule.spans else "tile-counted-twice"
-    name = "sparse-duplicate-twice" if places.question.sparse else name
+    name = "sparse-duplicate-twice" if q.sparse else name
     return adding(of, f"keys count {often} times: {rule}", name)
 
 
