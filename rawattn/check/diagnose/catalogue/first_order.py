@@ -23,8 +23,8 @@ SUMS: dict[str, Callable[[Floats], Floats]] = {  # the gradients of a group's he
     "the first": lambda x: x[0],
     "the mean": lambda x: x.mean(axis=0),
 }
-Lse = Callable[[Floats, Floats], Floats]  # of the right one, and the largest score
-LSES: tuple[tuple[str, str, Lse], ...] = (
+# of the right one, and the largest score
+LSES: tuple[tuple[str, str, Callable[[Floats, Floats], Floats]], ...] = (
     ("lse-base-2", "log2", lambda L, top: L * LOG2_E),
     ("lse-base-2", "ln 2 times", lambda L, top: L / LOG2_E),
     ("lse-without-max", "", lambda L, top: L - top),

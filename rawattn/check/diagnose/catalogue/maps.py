@@ -92,9 +92,13 @@ class Map:
 
     def moved(self, g: Geometry, x: Floats, nothing: float = 0.0) -> Floats:
         """All of an array, (tokens, heads, columns) or (heads, tokens), as it is found there."""
-        if x.ndim == 3:
-            return _taken(x, self.of(g), nothing)
-        return _taken(np.asarray(x).T[..., None], self.of(g), nothing)[..., 0].T
+        if x.ndim == 2:
+            return self.moved(g, np.asarray(x).T[..., None], nothing)[..., 0].T
+        places = [*zip(self.of(g), x.shape, strict=True)]
+        there = [(i >= 0) & (i < n) for i, n in places]
+        t, h, j = (np.where(inside, i, 0) for (i, _), inside in zip(places, there, strict=True))
+        found, inside = x[t, h, j].astype(np.float64), there[0] & there[1] & there[2]
+        return found if inside.all() else np.where(inside, found, nothing)
 
     def in_sequence(self, g: Geometry, b: int) -> bytes:
         """What it takes for a sequence's places: those that take the same have the same."""
@@ -120,15 +124,6 @@ class Map:
         total = np.zeros((len(places), *g.shape[1:]))
         np.add.at(total, at.ravel(), np.where(inside, x, 0.0))
         return np.where(inside, total[at.ravel()], nothing)
-
-
-def _taken(x: Floats, at: At, nothing: float) -> Floats:
-    """``x`` (tokens, heads, columns) at these places, ``nothing`` where there are none."""
-    there = [(i >= 0) & (i < n) for i, n in zip(at, x.shape, strict=True)]
-    t, h, j = (np.where(inside, i, 0) for i, inside in zip(at, there, strict=True))
-    inside = there[0] & there[1] & there[2]
-    found = x[t, h, j].astype(np.float64)
-    return found if inside.all() else np.where(inside, found, nothing)
 
 
 WHOLE = "zeros for rows of a partial last tile of {}"
@@ -165,14 +160,14 @@ ORIGINS: dict[str, Origin] = {  # rows where they are taken to begin
     "b times the longest length": lambda g: g.b * np.diff(g.offsets).max(),
     "b times the longest length of the other side": lambda g: g.b * np.diff(g.others).max(),
 }
-OF_TILES: dict[str, Callable[[int], Origin]] = {  # the same, of tiles
-    "its offset rounded down to a multiple of {}": lambda t: lambda g: g.offsets[:-1] // t * t,
-    "its offset rounded up to a multiple of {}": lambda t: lambda g: -(-g.offsets[:-1] // t) * t,
-    "its offset where every length is a multiple of {}": lambda t: (
-        lambda g: np.cumsum([0, *-(-np.diff(g.offsets[:-1]) // t) * t])
+OF_TILES: dict[str, Callable[[int, Geometry], Ints]] = {  # the same, of tiles
+    "its offset rounded down to a multiple of {}": lambda t, g: g.offsets[:-1] // t * t,
+    "its offset rounded up to a multiple of {}": lambda t, g: -(-g.offsets[:-1] // t) * t,
+    "its offset where every length is a multiple of {}": lambda t, g: np.cumsum(
+        [0, *-(-np.diff(g.offsets[:-1]) // t) * t]
     ),
-    "its offset and {0} b, rounded down to a multiple of {0}": lambda t: (
-        lambda g: (g.offsets[:-1] // t + g.b) * t
+    "its offset and {0} b, rounded down to a multiple of {0}": lambda t, g: (
+        (g.offsets[:-1] // t + g.b) * t
     ),
 }
 
@@ -235,11 +230,10 @@ def sequences(question: Question) -> Iterator[Map]:
 def origins(question: Question) -> dict[str, Origin]:
     """Rows where sequences may be taken to begin, others than those where they do."""
     found = dict(ORIGINS)
-    for words, other in OTHERS.items():
-        found[f"the offset of {words}"] = partial(_of_others, other)
+    found |= {f"the offset of {x}": partial(_of_others, other) for x, other in OTHERS.items()}
     sizes = TILES if not question.sparse else (*TILES, question.block_size)
     for (words, of_tile), t in itertools.product(OF_TILES.items(), sizes):
-        found[words.format(t)] = of_tile(t)
+        found[words.format(t)] = partial(of_tile, t)
     sides = [geometry(question, name) for name in "qk"] if question.batch > 1 else []
     others = [x for x, of in found.items() if any((of(g) != g.offsets[:-1]).any() for g in sides)]
     return {words: found[words] for words in others}

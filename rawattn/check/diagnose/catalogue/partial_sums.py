@@ -48,7 +48,6 @@ class Parts(NamedTuple):
         return np.asarray(self.sums["out"] / total[..., None])
 
     def with_out(self, sums: Floats) -> "Parts":
-        """With other sums of P V."""
         return self._replace(sums=self.sums | {"out": sums})
 
     def with_lses(self, lses: Floats) -> "Parts":
@@ -169,7 +168,7 @@ for least, (units, of) in product((1, 2, 4, 8), {"": 1.0, " in base 2": LN_2}.it
 
 def _next(factors: Floats) -> Floats:
     """The factors of the tiles behind, where there is something to rescale."""
-    behind = np.concatenate([factors[1:], np.ones_like(factors[:1])])
+    behind = np.append(factors[1:], np.ones_like(factors[:1]), axis=0)
     return np.where(behind > 0, behind, 1.0)
 
 
@@ -197,7 +196,6 @@ def totals(parts: Parts, way: Way) -> dict[str, Floats]:
 
 
 def divided(parts: Parts, sums: Mapping[str, Floats]) -> Results:
-    """What is stored of the sums."""
     total = np.where(sums["row_sum"] == 0, 1.0, sums["row_sum"])
     out = sums["out"] / total
     lse = np.log(sums["row_sum"][..., 0]) + _finite(parts.tops.max(axis=0))
@@ -208,7 +206,6 @@ def divided(parts: Parts, sums: Mapping[str, Floats]) -> Results:
 
 
 def _whole(taken: Taken, parts: Parts) -> Floats:
-    """The lse of all parts."""
     lses, unit = taken(parts)
     top = _finite(lses.max(axis=0))
     return np.asarray(np.log(_exp(lses - top).sum(axis=0)) + top) / unit
@@ -218,12 +215,6 @@ def _shares(taken: Taken, parts: Parts) -> Floats:
     """Weights of parts; 0 for a row without keys."""
     lses, unit = taken(parts)
     return _exp(lses - unit * _finite(_whole(taken, parts)))
-
-
-def _one(tops: Floats, part: int) -> Floats:
-    weights = np.zeros_like(tops)
-    weights[part] = 1.0
-    return weights
 
 
 RIGHT = "right"
@@ -246,8 +237,8 @@ WEIGHTS: dict[str, Weights] = {text: partial(_shares, taken) for text, taken in 
     "the mean of the parts that have keys": lambda p: (
         np.isfinite(p.tops) / np.maximum(np.isfinite(p.tops).sum(axis=0), 1)
     ),
-    "the first part alone": lambda p: _one(p.tops, 0),
-    "the last part alone": lambda p: _one(p.tops, -1),
+    "the first part alone": lambda p: np.eye(len(p.tops))[0, :, None, None],
+    "the last part alone": lambda p: np.eye(len(p.tops))[-1, :, None, None],
 }
 LSES: dict[str, Callable[[Parts], Floats]] = {
     **{text: partial(_whole, taken) for text, taken in TAKEN.items()},

@@ -58,9 +58,7 @@ LOOPS: dict[str, Which] = {
         tiles - tiles.min(initial=tiles.max(initial=0))
     ),
 }
-RINGS: dict[
-    str, Ring
-] = {  # stages, how far ahead they are read, and which step of a loop is not loaded
+RINGS: dict[str, Ring] = {  # stages, how far ahead they are read, which step is not loaded
     "of a ring of 2 stages into which the first tile of a loop is not loaded": (2, 0, 0),
     "of a ring of 2 stages into which the last tile of a loop is not loaded": (2, 0, -1),
     "of a ring of 2 stages read 1 ahead": (2, 1, None),

@@ -9,7 +9,7 @@ from itertools import product
 import numpy as np
 
 from rawattn.check.diagnose.catalogue.maps import WHOLE, of_rows
-from rawattn.check.diagnose.catalogue.masks import bounds, distances
+from rawattn.check.diagnose.catalogue.masks import Window, bounds, distances
 from rawattn.check.diagnose.catalogue.partial_sums import Keys, parts_of_keys
 from rawattn.check.diagnose.catalogue.reading import stored
 from rawattn.check.diagnose.catalogue.second_order import with_values
@@ -19,18 +19,14 @@ from rawattn.check.diagnose.engine.steps import STEPS, Context, Floats
 
 # of queries (n, 1) and keys (1, m), by their places in a view, which pairs, for a size of tile
 Part = Callable[[np.ndarray, np.ndarray, int, int, int], np.ndarray]
-TAILS: dict[str, Part] = {
-    "query rows": lambda i, j, n, m, t: i >= n // t * t,
-    "keys": lambda i, j, n, m, t: j >= m // t * t,
-}
-OF_KEYS_ALONE: dict[str, Part] = {
-    "first of keys": lambda i, j, n, m, t: j // t == 0,
-    "second of keys": lambda i, j, n, m, t: j // t == 1,
-    "last of keys": lambda i, j, n, m, t: j // t == (m - 1) // t,
-    "diagonal": lambda i, j, n, m, t: j // t == (i + m - n) // t,
-}
-
-
+PARTS: tuple[tuple[str, str, Part], ...] = (
+    ("tail-tile-dropped", "query rows", lambda i, j, n, m, t: i >= n // t * t),
+    ("tail-tile-dropped", "keys", lambda i, j, n, m, t: j >= m // t * t),
+    ("tile-skipped", "first of keys", lambda i, j, n, m, t: j // t == 0),
+    ("tile-skipped", "second of keys", lambda i, j, n, m, t: j // t == 1),
+    ("tile-skipped", "last of keys", lambda i, j, n, m, t: j // t == (m - 1) // t),
+    ("tile-skipped", "diagonal", lambda i, j, n, m, t: j // t == (i + m - n) // t),
+)
 Weights = Callable[[Question, View, np.ndarray], Floats]
 EDGES = {  # of parts of the keys: class, how often a key counts, and whether it is the one behind
     "the first key behind each part counts twice": ("tile-counted-twice", 2.0, True),
@@ -42,14 +38,12 @@ EDGES = {  # of parts of the keys: class, how often a key counts, and whether it
 
 def tiles(question: Question, tile: int) -> Iterator[Bug]:
     at = f"tile of {tile}"
-    for text, part in TAILS.items():
-        yield Bug("tail-tile-dropped", f"{text}, {at}", FIRST, each(_often, part, tile, 0.0))
+    for name, text, part in PARTS:
+        yield Bug(name, f"{text}, {at}", FIRST, each(_often, part, tile, 0.0))
+        if name == "tile-skipped" and tile < max(question.lengths_k):  # else everything is doubled
+            yield Bug("tile-counted-twice", f"{text}, {at}", FIRST, each(_often, part, tile, 2.0))
     if tile < max(question.lengths_q, default=0):  # else nothing is stored
         yield Bug("tail-tile-dropped", f"rows stored, {at}", store=stored(of_rows(WHOLE, tile)))
-    for text, part in OF_KEYS_ALONE.items():
-        yield Bug("tile-skipped", f"{text}, {at}", FIRST, each(_often, part, tile, 0.0))
-        if tile < max(question.lengths_k):  # else everything is doubled
-            yield Bug("tile-counted-twice", f"{text}, {at}", FIRST, each(_often, part, tile, 2.0))
 
 
 def of_splits(question: Question) -> Iterator[Bug]:
@@ -80,9 +74,8 @@ def _at_edges(
 
 
 def _from_start(question: Question, view: View, starts: np.ndarray) -> np.ndarray:
-    left, right = bounds(question)
     distance = distances(question, view) - starts
-    return np.asarray((distance >= -left) & (distance <= right))
+    return Window(*bounds(question)).holds(distance, distance)
 
 
 def _often(part: Part, tile: int, factor: float, question: Question, view: View) -> View:
