@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from rawattn.check.diagnose.catalogue.maps import geometry, layouts
-from rawattn.check.diagnose.catalogue.stages import LOOPS, _loop
+from rawattn.check.diagnose.catalogue.stages import EVERY, _loop
 from rawattn.check.diagnose.evidence.places import Places
 from rawattn.check.diagnose.evidence.support import support_of
 from tests.diagnose.problems import packed
@@ -47,7 +47,7 @@ def test_a_rule_that_looks_alike_gives_way_elsewhere() -> None:
 
 def test_tiles_counted_from_the_first_row() -> None:
     i, j = np.ogrid[:40, :40]
-    which = next(of for words, of in LOOPS.items() if words.startswith("counted"))
+    which = next(of for words, of in EVERY.items() if words.startswith("counted"))
     ((rows, queries),) = _loop("keys", 8, 1 << 30, False, which, (j <= i) & (j >= 17) & (i >= 24))
     assert (rows[16:] == np.arange(24)).all() and len(queries) == 40
 

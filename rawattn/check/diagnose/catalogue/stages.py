@@ -68,18 +68,14 @@ RINGS: dict[str, Ring] = {  # stages, how far ahead they are read, which step is
 EVERY: dict[str, Loops] = {text: partial(_each, of) for text, of in LOOPS.items()}
 EVERY |= {f"{text}, cleared by each loop,": partial(_ring, of, True) for text, of in RINGS.items()}
 GO_ON: dict[str, Loops] = {f"{text},": partial(_ring, of, False) for text, of in RINGS.items()}
-READS = {  # steps, each with an operand, that take the rows of one stage
-    "forward": ("Y K", "O V", "Y K, O V"),
-    "dq": ("dQ K", "Y K, dQ K", "Y K", "dP V", "Y K, dQ K, dP V"),
-    "dk and dv": (
-        *("dK Q", "dV dO", "Y Q, dK Q", "dP dO, dV dO", "Y Q", "dP dO", "bP L", "dS D"),
-        *("bP L, dS D", "Y Q, dK Q, dP dO, dV dO", "Y Q, dK Q, dP dO, dV dO, bP L, dS D"),
-    ),
-    "jvp": ("tY tK", "tO tV", "tY tK, tO tV"),
-    "gq": ("gQ tK", "tY tK, gQ tK", "gQ K"),
-    "gq, gk and gv": (
-        *("tY tQ, gK tQ", "tY tQ", "gK tQ", "gK Q", "gV dO", "tdP dO", "tdS w", "tdS D", "bP L"),
-    ),
+READS = {  # steps, each with an operand, that take the rows of one buffer; of dq, gq where alone
+    "forward": "Y K; O V; Y K, O V",
+    "dq": "dQ K; Y K, dQ K; Y K; dP V; Y K, dQ K, dP V",
+    "backward": "dK Q; dV dO; Y Q, dK Q; dP dO, dV dO; Y Q; dP dO; bP L; dS D; bP L, dS D; "
+    "Y Q, dK Q, dP dO, dV dO; Y Q, dK Q, dP dO, dV dO, bP L, dS D",
+    "jvp": "tY tK; tO tV; tY tK, tO tV",
+    "gq": "gQ tK; tY tK, gQ tK; gQ K",
+    "second": "tY tQ, gK tQ; tY tQ; gK tQ; gK Q; gV dO; tdP dO; tdS w; tdS D; bP L",
 }
 PRODUCTS = inputs.PRODUCTS | {
     "bP": ("exp(S - lse)", ("L",), {"dq", "dk", "dv"}),
@@ -168,14 +164,13 @@ def _owned(tile: int, stored: bool, question: Question, view: View) -> View:
 
 def _of_loops(question: Question, stage: str, wrong: set[str], b: int) -> Iterator[Bug]:
     """Operands that a loop over tiles takes from the stage of another step."""
-    of = {"backward": "dk and dv", "second": "gq, gk and gv"}.get(stage, stage)
-    of = min(wrong) if wrong in ({"dq"}, {"gq"}) else of
-    results = {"dk", "dv", "gq", "gk", "gv"}
-    results = results if " and " in of else {"out", "lse", "dq", "gq", "tout", "tlse"}
-    over = "queries" if " and " in of else "keys"
+    of = min(wrong) if wrong in ({"dq"}, {"gq"}) else stage
+    over, other, results = "keys", "queries", {"out", "lse", "dq", "gq", "tout", "tlse"}
+    if of in ("backward", "second"):
+        over, other, results = "queries", "keys", {"dk", "dv", "gq", "gk", "gv"}
     masked, lengths = question.mask_window != (-1, -1), (question.lengths_q, question.lengths_k)
     seen = allowed(lengths[0][b], lengths[1][b], question.mask_window)
-    sets = [[tuple(one.split()) for one in reads.split(", ")] for reads in READS[of]]
+    sets = [[tuple(one.split()) for one in reads.split(", ")] for reads in READS[of].split("; ")]
     moved = [set.union(*(PRODUCTS[step][2] for step, _ in reads)) & results for reads in sets]
     sets = [x for x, names in zip(sets, moved, strict=True) if names & wrong == wrong & results]
     sizes = [tile for tile in TILES[::-1] if tile < max(map(max, lengths))]  # large ones first
@@ -185,7 +180,7 @@ def _of_loops(question: Question, stage: str, wrong: set[str], b: int) -> Iterat
             loop = partial(_loop, over, tile, u, down, which)
             rows_of = tuple((rows.tobytes(), at.tobytes()) for rows, at in loop(seen))
             text = f"{words} of a loop over {tile} {over} each" + ", downwards" * down
-            text += f", for {u} {'keys' if over == 'queries' else 'queries'}" * (u < ALL)
+            text += f", for {u} {other}" * (u < ALL)
             for reads in sets:
                 told = (f"{inputs.NAMES[x]} in {PRODUCTS[step][0]}" for step, x in reads)
                 steps = {step: partial(_staged, loop, over, step, x) for step, x in reads}

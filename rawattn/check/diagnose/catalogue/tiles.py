@@ -27,7 +27,6 @@ PARTS: tuple[tuple[str, str, Part], ...] = (
     ("tile-skipped", "last of keys", lambda i, j, n, m, t: j // t == (m - 1) // t),
     ("tile-skipped", "diagonal", lambda i, j, n, m, t: j // t == (i + m - n) // t),
 )
-Weights = Callable[[Question, View, np.ndarray], Floats]
 EDGES = {  # of parts of the keys: class, how often a key counts, and whether it is the one behind
     "the first key behind each part counts twice": ("tile-counted-twice", 2.0, True),
     "the last key of each part counts in the next one too": ("tile-counted-twice", 2.0, False),
@@ -51,31 +50,29 @@ def of_splits(question: Question) -> Iterator[Bug]:
     from the start of each."""
     for at, keys in parts_of_keys(question).items():
         for words, (name, often, behind) in EDGES.items():
-            see = each(_in_parts, keys, partial(_at_edges, often, behind))
-            yield Bug(name, f"{words}: {at}", FORWARD, see)
+            yield Bug(name, f"{words}: {at}", FORWARD, each(_at_edges, keys, often, behind))
         if question.mask_window != (-1, -1):
             form = f"the mask counts keys from the start of each part: {at}"
-            yield Bug("wrong-keys", form, FORWARD, each(_in_parts, keys, _from_start))
+            yield Bug("wrong-keys", form, FORWARD, each(_from_start, keys))
 
 
-def _in_parts(keys: Keys, weights: Weights, question: Question, view: View) -> View:
-    """A view with ``weights`` of pairs, by where the part of each key starts."""
-    parts = [part for part in keys(len(view.keys)) if len(part)]
-    starts = np.concatenate([np.full(len(part), part[0]) for part in parts])
-    return replace(view, weight=weights(question, view, starts)[None].astype(np.float64))
+def _starts(keys: Keys, view: View) -> np.ndarray:
+    """Of every key where its part starts."""
+    parts = [np.full(len(part), part[:1]) for part in keys(len(view.keys))]
+    return np.concatenate([np.arange(0), *parts])
 
 
-def _at_edges(
-    often: float, behind: bool, question: Question, view: View, starts: np.ndarray
-) -> Floats:
+def _at_edges(keys: Keys, often: float, behind: bool, question: Question, view: View) -> View:
     """The key ``behind`` each edge between parts, or that before it, counts so often."""
-    first = np.append(False, np.diff(starts) > 0)
-    return np.asarray(view.weight[0] * np.where(first if behind else np.roll(first, -1), often, 1))
+    first = np.diff(_starts(keys, view), prepend=0) > 0
+    there = first if behind else np.roll(first, -1)
+    return replace(view, weight=view.weight * np.where(there, often, 1.0))
 
 
-def _from_start(question: Question, view: View, starts: np.ndarray) -> np.ndarray:
-    distance = distances(question, view) - starts
-    return Window(*bounds(question)).holds(distance, distance)
+def _from_start(keys: Keys, question: Question, view: View) -> View:
+    distance = distances(question, view) - _starts(keys, view)
+    seen = Window(*bounds(question)).holds(distance, distance)
+    return replace(view, weight=seen[None].astype(np.float64))
 
 
 def _often(part: Part, tile: int, factor: float, question: Question, view: View) -> View:
