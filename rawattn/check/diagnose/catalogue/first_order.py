@@ -9,13 +9,11 @@ from functools import partial
 import numpy as np
 
 from rawattn.check.diagnose.catalogue import options, tile_sums
-from rawattn.check.diagnose.catalogue.maps import At, Geometry, Map
 from rawattn.check.diagnose.catalogue.masks import masks, neighbours
-from rawattn.check.diagnose.catalogue.reading import stored
 from rawattn.check.diagnose.catalogue.second_order import multiple, with_values
 from rawattn.check.diagnose.catalogue.tiles import dead_rows, tiles
 from rawattn.check.diagnose.engine.attention import BACKWARD, FIRST, FORWARD, TILES, Bug, View
-from rawattn.check.diagnose.engine.question import OF_SLOTS, STAGES, Answers, Question
+from rawattn.check.diagnose.engine.question import OF_SLOTS, Answers, Question
 from rawattn.check.diagnose.engine.steps import LOG2_E, STEPS, Context, Floats, changed, row_max
 
 SUMS: dict[str, Callable[[Floats], Floats]] = {  # the gradients of a group's heads in one
@@ -32,7 +30,6 @@ LSES: tuple[tuple[str, str, Callable[[Floats, Floats], Floats]], ...] = (
 
 
 def bugs(question: Question) -> Iterator[Bug]:
-    """Every bug of the catalogue that can matter for the question."""
     longest = max((*question.lengths_q, *question.lengths_k), default=0)
     yield from options.bugs(question)
     yield from masks(question)
@@ -96,7 +93,6 @@ def _of_scores(question: Question) -> Iterator[Bug]:
     undivided = {"O": lambda c: np.exp(c.S - row_max(c)[..., None]) @ c.V}
     yield Bug("not-normalised", "", FORWARD, steps=undivided)
     yield Bug("no-max-subtraction", "in float32", FORWARD, steps={"softmax": _plain_exp})
-    names = [name for names in STAGES.values() for name in names if name not in OF_SLOTS]
     for step, a, b, stages in (("Y", "Q", "K", FIRST), ("dP", "dO", "V", BACKWARD)):
         width = (question.q if step == "Y" else question.v).shape[2]
         other = min(width, question.q.shape[2])
@@ -104,8 +100,7 @@ def _of_scores(question: Question) -> Iterator[Bug]:
             kept = {x: lambda c, x=x, n=columns: getattr(c, x)[..., :n] for x in (a, b)}
             fewer = {step: with_values(step, **kept)}
             yield Bug("head-dim-tail", f"{step} of {columns}", stages, steps=fewer)
-            first = Map("columns", "", partial(_first, columns))
-            yield Bug("head-dim-tail", f"{columns} stored", FIRST, store=stored(first, names))
+            yield Bug("head-dim-tail", f"{columns} stored", FIRST, store=partial(_first, columns))
 
 
 def _scaled(c: Context, x: float, everywhere: bool = True) -> Floats:
@@ -123,9 +118,10 @@ def _plain_exp(c: Context) -> tuple[Floats, Floats]:
         return np.log(sums.astype(np.float64)), P.astype(np.float64)
 
 
-def _first(columns: int, g: Geometry) -> At:
+def _first(columns: int, question: Question, answers: Answers) -> Answers:
     """Those columns, and nothing for the others."""
-    return g.everywhere._replace(j=np.where(g.everywhere.j < columns, g.everywhere.j, -1))
+    of = {name: x for name, x in answers.items() if x.ndim == 3 and name not in OF_SLOTS}
+    return answers | {n: np.where(np.arange(x.shape[2]) < columns, x, 0.0) for n, x in of.items()}
 
 
 def _of_backward(question: Question) -> Iterator[Bug]:

@@ -222,21 +222,16 @@ def of_rows(words: str, by: int) -> Map:
 
 
 def sequences(question: Question) -> Iterator[Map]:
-    """The same row of another sequence, or counted from another place."""
-    for words, origin in origins(question).items():
-        yield Map("sequences", words, partial(_from, origin))
-
-
-def origins(question: Question) -> dict[str, Origin]:
-    """Rows where sequences may be taken to begin, others than those where they do."""
+    """The same row of another sequence, or counted from another place, which is not the same."""
     found = dict(ORIGINS)
     found |= {f"the offset of {x}": partial(_of_others, other) for x, other in OTHERS.items()}
     sizes = TILES if not question.sparse else (*TILES, question.block_size)
     for (words, of_tile), t in itertools.product(OF_TILES.items(), sizes):
         found[words.format(t)] = partial(of_tile, t)
     sides = [geometry(question, name) for name in "qk"] if question.batch > 1 else []
-    others = [x for x, of in found.items() if any((of(g) != g.offsets[:-1]).any() for g in sides)]
-    return {words: found[words] for words in others}
+    for words, origin in found.items():
+        if any((origin(g) != g.offsets[:-1]).any() for g in sides):
+            yield Map("sequences", words, partial(_from, origin))
 
 
 def _of_others(other: Origin, g: Geometry) -> Ints:
@@ -244,29 +239,22 @@ def _of_others(other: Origin, g: Geometry) -> Ints:
 
 
 def heads(question: Question) -> Iterator[Map]:
-    """The same row of other heads, by the words of those that are alike here for queries as one;
-    those of groups mean nothing to keys."""
+    """The same row of other heads; those of groups mean nothing to keys."""
     h = np.arange(question.num_heads_q)
-    for words in heads_alike(h, len(h), question.group):
+    for words in other_heads(h, len(h), question.group):
         yield Map("heads", words, partial(_heads, HEADS[words.split(" or ")[0]]))
 
 
-def heads_alike(own: Ints, count: int, group: int) -> dict[str, Ints]:
-    """``other_heads`` by the words of those that are alike here."""
-    alike = dict[bytes, list[str]]()
-    found = other_heads(own, count, group)
+def other_heads(own: Ints, count: int, group: int) -> dict[str, Ints]:
+    """What query heads may take for their ``own`` one of so many, by the words of those that are
+    alike here."""
+    h, tables, alike = np.arange(len(own)), [*HEADS.items()], dict[bytes, list[str]]()
+    found = {words: head(own, count, 1) for words, head in tables[:3]}
+    found |= {words: head(h, len(own), group) % count for words, head in tables[3:] if group > 1}
     for words, taken in found.items():
         if not np.array_equal(taken, own):
             alike.setdefault(taken.tobytes(), []).append(words)
     return {" or ".join(several[:3]): found[several[0]] for several in alike.values()}
-
-
-def other_heads(own: Ints, count: int, group: int) -> dict[str, Ints]:
-    """What query heads may take for their ``own`` one of so many; none where there is one alone."""
-    h, tables = np.arange(len(own)), [*HEADS.items()]
-    found = {words: head(own, count, 1) for words, head in tables[:3]}
-    found |= {words: head(h, len(own), group) % count for words, head in tables[3:] if group > 1}
-    return found if count > 1 else {}
 
 
 def heads_of_keys(question: Question) -> Iterator[Map]:

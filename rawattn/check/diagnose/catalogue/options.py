@@ -74,7 +74,7 @@ def _other_sinks(question: Question) -> Iterator[Bug]:
     yield Bug("sinks-misplaced", text, FORWARD, steps=with_sink(raised))
     factors = {"softmax_scale ": question.scale, "log2(e) ": LOG2_E, "ln 2 ": 1 / LOG2_E, "0 ": 0.0}
     found = {f"exp({words}sink)": x * sinks for words, x in factors.items()}
-    of_heads = maps.heads_alike(h, len(h), question.group)
+    of_heads = maps.other_heads(h, len(h), question.group)
     found |= {f"that of {words}": sinks[heads] for words, heads in of_heads.items()}
     for words, others in found.items():
         if (others != sinks).any():

@@ -4,7 +4,7 @@ last tile of queries, stages of a ring of buffers that hold the tile of another 
 from collections.abc import Callable, Collection, Iterator
 from dataclasses import replace
 from functools import partial
-from itertools import product
+from itertools import chain, product
 
 import numpy as np
 
@@ -88,10 +88,8 @@ def candidates(question: Question, stage: str, wrong: Collection[str], b: int) -
     """All of a dense stage that change something ``wrong``, to be tried on sequence ``b`` first."""
     if question.sparse:
         return
-    if stage in FIRST:
-        yield from _of_sequences(question)
-        yield from _of_tails(question)
-        yield from (bug for bug in _of_old_rows(question) if stage in bug.stages)
+    of_rows = chain(_of_sequences(question), _of_tails(question), _of_old_rows(question))
+    yield from (bug for bug in of_rows if stage in bug.stages)
     loops = _of_loops(question, stage, {*wrong}, b)
     if stage != "second" or not inputs.OF_FIRST_PASS & {*wrong}:
         yield from map(of_one_pass, loops) if stage == "second" else loops
@@ -110,12 +108,11 @@ def _of_sequences(question: Question) -> Iterator[Bug]:
 
 def _keys_of(of: Ints, own: bool, question: Question, view: View) -> View:
     """The keys of the sequences ``of`` in the place of everyone's own; ``own``: as many."""
-    b, ends = of[view.sequence], question.cu_seqlens_k[view.sequence : view.sequence + 2]
-    start, length = question.cu_seqlens_k[b], question.lengths_k[b]
-    if own:
-        start, length = ends[0], min(length, int(ends[1] - ends[0]))
-    weight = allowed(len(view.rows), length, question.mask_window)[None].astype(np.float64)
-    return replace(view, keys=np.arange(start, start + length), weight=weight)
+    b = of[view.sequence]
+    start, stop = question.cu_seqlens_k[view.sequence if own else b :][:2]
+    keys = np.arange(start, min(start + question.lengths_k[b], stop))
+    weight = allowed(len(view.rows), len(keys), question.mask_window)[None].astype(np.float64)
+    return replace(view, keys=keys, weight=weight)
 
 
 def _of_tails(question: Question) -> Iterator[Bug]:

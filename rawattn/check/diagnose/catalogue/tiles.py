@@ -101,12 +101,12 @@ def _row_mask(of: Callable[[np.ndarray], np.ndarray], question: Question) -> np.
 def of_late(question: Question, rows: np.ndarray) -> Iterator[Bug]:
     """NaN in these ``rows`` (total_q, num_heads_q), where they are those without a key in the tile
     where the running maximum starts."""
-    sides = zip(("first", "last"), (False, True), bounds(question), strict=True)
-    ends = [(words, last) for words, last, side in sides if side < math.inf]
+    sides = zip(("first", "last"), bounds(question), strict=True)
+    ends = [words for words, side in sides if side < math.inf]
     packed = (t // question.group for t in (48, *TILES) if t % question.group == 0)
-    for (words, last), tile, of in product(ends, TILES, sorted({48, *TILES, *packed})):
+    for words, tile, of in product(ends, TILES, sorted({48, *TILES, *packed})):
         for more, every in {", and rows without keys": True, "": False}.items():
-            late = partial(_row_mask, partial(_late, tile, of, last, every))
+            late = partial(_row_mask, partial(_late, tile, of, words == "last", every))
             if np.array_equal(late(question), rows):
                 form = f"from the {words} visible on, {of} by {tile}{more}"
                 yield Bug("masked-tile-nan", form, FIRST, store=partial(_spoilt, late))
