@@ -5,6 +5,7 @@ import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from functools import partial
+from itertools import combinations
 
 import numpy as np
 
@@ -44,7 +45,13 @@ def bugs(question: Question) -> Iterator[Bug]:
 def bugs_anywhere(question: Question) -> Iterator[Bug]:
     """Those that have nothing to do with masks and tiles of keys."""
     yield from _of_scores(question)
-    yield from _of_backward(question)
+    masked = {"dS": lambda c: c.r(np.where(c.W > 0, c.dP - c.D[..., None], 0.0))}
+    yield Bug("softmax-backward-without-p", "", BACKWARD, steps=masked)
+    shapes = {"dq": question.q.shape, "dk": question.k.shape, "dv": question.v.shape}
+    for one, other in combinations(shapes, 2):
+        if shapes[one] == shapes[other]:
+            text = f"{one} and {other}"
+            yield Bug("gradients-swapped", text, BACKWARD, store=partial(_swapped, one, other))
     if question.group > 1:
         if question.num_heads_kv > 1:
             yield Bug("gqa-head-map", "h % num_heads_kv", FIRST, _by_remainder)
@@ -122,16 +129,6 @@ def _first(columns: int, question: Question, answers: Answers) -> Answers:
     """Those columns, and nothing for the others."""
     of = {name: x for name, x in answers.items() if x.ndim == 3 and name not in OF_SLOTS}
     return answers | {n: np.where(np.arange(x.shape[2]) < columns, x, 0.0) for n, x in of.items()}
-
-
-def _of_backward(question: Question) -> Iterator[Bug]:
-    masked = {"dS": lambda c: c.r(np.where(c.W > 0, c.dP - c.D[..., None], 0.0))}
-    yield Bug("softmax-backward-without-p", "", BACKWARD, steps=masked)
-    shapes = {"dq": question.q.shape, "dk": question.k.shape, "dv": question.v.shape}
-    for one, other in (("dk", "dv"), ("dq", "dk"), ("dq", "dv")):
-        if shapes[one] == shapes[other]:
-            text = f"{one} and {other}"
-            yield Bug("gradients-swapped", text, BACKWARD, store=partial(_swapped, one, other))
 
 
 def _swapped(one: str, other: str, question: Question, answers: Answers) -> Answers:

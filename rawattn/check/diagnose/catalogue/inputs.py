@@ -165,13 +165,11 @@ def _transposed(operand: str, size: int, c: Context) -> Floats:
 
 
 def word(operand: str, stage: str) -> str:
-    """What an operand is called."""
     name = NAMES.get(operand, operand)
     return name.replace("dd", "t") if stage == "jvp" else name
 
 
 def _kind(names: Collection[str], by: Map) -> str:
-    """The class of what is read by a map."""
     if {*names} <= {*maps.STATISTICS} - {"dlse"}:
         return "statistics-misplaced"
     kinds = {"rows": "stale-tile", "sequences": "offsets-shifted", "heads of keys": "gqa-head-map"}

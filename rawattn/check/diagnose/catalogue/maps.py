@@ -55,7 +55,6 @@ class Geometry:
 
     @property
     def b(self) -> Ints:
-        """All sequences."""
         return np.arange(len(self.offsets) - 1)
 
     @cached_property
@@ -217,7 +216,6 @@ def rows(question: Question, least: int = 1) -> Iterator[Map]:
 
 
 def of_rows(words: str, by: int) -> Map:
-    """That one of ``ROWS``, by so many."""
     return Map("rows", words.format(by), partial(_rows, ROWS[words], by))
 
 
@@ -300,13 +298,15 @@ def _at(read: Order, written: Order, g: Geometry) -> At:
 def layouts(statistics: bool, grouped: bool = False) -> Iterator[Map]:
     """Memory of one order read in another: an array, a sequence, or, ``grouped``, a group of it."""
     memory, *others = ("ht", "th") if statistics else ("thd", "htd", "tdh", "dht", "dth", "hdt")
-    parts = [*((other, False, False) for other in others), (others[0], True, False)]
-    for other, each, group in parts + [(others[0], True, True)] * grouped:
-        for read, written in ((other, memory), (memory, other)):
-            orders = (", ".join(LETTERS[letter] for letter in of) for of in (written, read))
-            words = "({}) read as ({})".format(*orders) + ", every sequence" * each
-            of = partial(_at, Order(read, each, group), Order(written, each, group))
-            yield Map("layouts", words + " and group of heads" * group, of)
+    parts = [*map(Order, others), Order(others[0], True)] + [Order(others[0], True, True)] * grouped
+    for other in parts:
+        own, end = other._replace(letters=memory), ", every sequence" * other.each
+        for read, written in ((other, own), (own, other)):
+            orders = (", ".join(LETTERS[x] for x in of.letters) for of in (written, read))
+            words = (
+                "({}) read as ({})".format(*orders) + end + " and group of heads" * other.grouped
+            )
+            yield Map("layouts", words, partial(_at, read, written))
 
 
 def families(question: Question, statistics: bool) -> list[Map]:

@@ -109,7 +109,6 @@ def _more_keys(
 
 
 def neighbours(question: Question) -> Iterator[Bug]:
-    """Bugs of keys beyond the ends of sequences."""
     if len(set(question.lengths_k)) > 1:
         yield Bug("padded-keys", "longest", FIRST, _more_keys(after=-1, zeros=True))
     for tile in TILES:

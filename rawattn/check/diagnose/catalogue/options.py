@@ -17,7 +17,6 @@ ALL = 1 << 40  # keys: more than there are
 
 
 def bugs(question: Question) -> Iterator[Bug]:
-    """Every bug of the catalogue that is about them."""
     if question.softcap is not None:
         yield Bug("softcap-dropped", steps={"cap": lambda c: (c.Y, 1.0, 0.0)})
         straight: Step = lambda c: (STEPS["cap"](c)[0], 1.0, 0.0)  # noqa: E731
@@ -84,7 +83,6 @@ def _other_sinks(question: Question) -> Iterator[Bug]:
 
 
 def with_sink(sink: Step) -> dict[str, Step]:
-    """The softmax with another sink."""
     return {"softmax": with_values("softmax", sink=sink)}
 
 

@@ -64,7 +64,6 @@ def at(sites: Sequence[str], **values: Step) -> dict[str, Step]:
 
 
 def multiple(name: str, factor: float) -> Step:
-    """A value of the context, so many times."""
     return lambda c: factor * getattr(c, name)
 
 

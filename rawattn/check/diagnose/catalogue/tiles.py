@@ -76,7 +76,6 @@ def _from_start(keys: Keys, question: Question, view: View) -> View:
 
 
 def _often(part: Part, tile: int, factor: float, question: Question, view: View) -> View:
-    """A view in which some pairs count ``factor`` times as often."""
     n, m = len(view.rows), len(view.keys)
     i, j = np.ogrid[:n, :m]
     there = part(i, j, n, m, tile)
