@@ -213,20 +213,17 @@ def _given(question: Question, names: Iterable[str]) -> bool:
 
 def _permuted(question: Question, stage: str) -> Iterator[Bug]:
     """Two or three arrays for each other; of one shape, in which rows past the end do not count."""
-    backward = stage in ("backward", "second")
     shapes: dict[str, tuple[object, ...]] = {}
     for name in ("q", "k", "v"):
         lengths = question.lengths_q if name == "q" else question.lengths_k
         shapes[name] = shapes[f"t{name}"] = (lengths, *getattr(question, name).shape[1:])
     shapes |= dict.fromkeys(("dout", "out"), (*shapes["q"][:2], question.v.shape[2]))
-    sets = [("q", "k", "v", *(("dout", "out") if backward else ()))]
+    sets = [("q", "k", "v", *(("dout", "out") if stage in ("backward", "second") else ()))]
     sets += DIRECTIONS[-1:] if stage in ("second", "jvp") else ()
     orders = ((names, order) for names in sets for order in itertools.permutations(names))
     for names, order in orders:
         moved = {to: of for to, of in zip(names, order, strict=True) if to != of}
-        if not 1 < len(moved) < 4 or any(shapes[to] != shapes[of] for to, of in moved.items()):
-            continue
-        if not _given(question, moved.values()):
-            continue
-        text = ", ".join(f"{of} for {to}" for to, of in moved.items())
-        yield Bug("arguments-swapped", text, (stage,), steps=reading.reading(moved))
+        alike = all(shapes[to] == shapes[of] for to, of in moved.items())
+        if 1 < len(moved) < 4 and alike and _given(question, moved.values()):
+            text = ", ".join(f"{of} for {to}" for to, of in moved.items())
+            yield Bug("arguments-swapped", text, (stage,), steps=reading.reading(moved))

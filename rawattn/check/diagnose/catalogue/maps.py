@@ -40,13 +40,12 @@ class Row(NamedTuple):
 @dataclass(frozen=True, eq=False)
 class Geometry:
     """What an index is made of. ``others``: the offsets of the other side's sequences; ``group``:
-    heads of the array for every key/value head; ``num_heads_q``: those that read it."""
+    heads of the array for every key/value head."""
 
     shape: tuple[int, int, int]
     offsets: Ints
     others: Ints
     group: int
-    num_heads_q: int
 
     @cached_property
     def everywhere(self) -> At:
@@ -76,9 +75,8 @@ def geometry(question: Question, name: str) -> Geometry:
     tokens, heads = (question.k if of_keys else question.q).shape[:2]
     own, other = sides[::-1] if of_keys else sides
     if name in OF_SLOTS and question.block_indices is not None:
-        return Geometry(question.block_indices.shape, own, other, 1, question.num_heads_q)
-    group, num_heads_q = 1 if of_keys else question.group, question.num_heads_q
-    return Geometry((tokens, heads, columns), own, other, group, num_heads_q)
+        return Geometry(question.block_indices.shape, own, other, 1)
+    return Geometry((tokens, heads, columns), own, other, 1 if of_keys else question.group)
 
 
 @dataclass(frozen=True, eq=False)
@@ -203,11 +201,6 @@ def _heads(head: Callable[[Ints, int, int], Ints], g: Geometry) -> At:
     return g.everywhere._replace(h=head(g.everywhere.h, g.shape[1], g.group))
 
 
-def _by_remainder(g: Geometry) -> At:
-    """(tokens, num_heads_q, columns) of an array of keys."""
-    return g.everywhere._replace(h=np.arange(g.num_heads_q)[None, :, None] % g.shape[1])
-
-
 def rows(question: Question, least: int = 1) -> Iterator[Map]:
     """Other rows of the same sequence, as tiles or instructions take them, large ones first."""
     longest = max((*question.lengths_q, *question.lengths_k), default=0)
@@ -256,9 +249,12 @@ def other_heads(own: Ints, count: int, group: int) -> dict[str, Ints]:
 
 
 def heads_of_keys(question: Question) -> Iterator[Map]:
-    """The same row of an array of keys, of other heads for the query heads of a group."""
+    """The same row of an array of keys, of other heads for the query heads of a group, which has
+    as many heads as queries then."""
+    h = np.arange(question.num_heads_q)[None, :, None]
     if question.group > 1 and question.num_heads_kv > 1:
-        yield Map("heads of keys", "head h % num_heads_kv", _by_remainder)
+        by_remainder = partial(_heads, lambda own, count, group: h % count)
+        yield Map("heads of keys", "head h % num_heads_kv", by_remainder)
 
 
 class Order(NamedTuple):

@@ -45,7 +45,6 @@ def whole(question: Question, given: Same | None, to: str, of: str, by: Map | No
 
 
 def array_of(question: Question, given: Same | None, name: str) -> Floats:
-    """All of an array that a stage is given."""
     if name == "delta":
         return deltas(question, given)
     if name in ("e", "w"):  # what a double backward keeps of its first pass

@@ -173,7 +173,6 @@ def lacking(question: Question) -> str:
 
 
 def _made(steps: str, factor: float) -> Mapping[str, Step]:
-    """Results of steps so many times."""
     many = {name: lambda c, name=name: factor * STEPS[name](c) for name in steps.split()}
     return many
 

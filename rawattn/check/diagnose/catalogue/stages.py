@@ -212,13 +212,12 @@ def _staged(
 ) -> Floats:
     """``step`` with the rows of ``operand`` that a ``loop`` over keys or queries takes."""
     of_pairs = over == "queries" and step in OF_PAIRS
-    found, axis = None, -1 if operand in ("L", "D", "w") else -2
+    found, axis = np.array(STEPS[step](c)), -1 if operand in ("L", "D", "w") else -2
     for rows, here in loop((c.W > 0).any(axis=0)):
         tile = taken(getattr(c, operand), rows, axis, np.inf if operand == "L" else 0.0)
         if operand == "L":
             tile[..., rows == ALL] = 0.0
         x = STEPS[step](changed(c, **{operand: tile}))
-        found = x.copy() if found is None else found
         at = (slice(None), slice(None), here) if of_pairs else (slice(None), here)
         found[at] = x[at]
-    return np.asarray(STEPS[step](c) if found is None else found)
+    return found
