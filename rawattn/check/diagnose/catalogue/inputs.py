@@ -57,8 +57,7 @@ ALIKE: dict[str, str] = {  # operands of the same shape, of a stage
     "second": "K tK, V tV, Q tQ, dO O tO, P tP, dY tdY, dP tdP, D w",
 }
 SQUARES = {"dQ": "dY", "dK": "dY", "dV": "P", "gQ": "tdY", "gK": "tdY", "gV": "tP"}
-# operands whose rows are those of the results
-OF_ROWS = {"O": "P", "dQ": "dY", "tO": "tP P", "tdS": "tP P dP tdP"}
+OF_ROWS = {"O": "P", "dQ": "dY", "tO": "tP P", "tdS": "tP P dP tdP"}  # have rows of the results
 NAMES = ARRAYS | {"tK": "ddk", "tV": "ddv", "tQ": "ddq", "tO": "ddout"}
 NAMES |= {"P": "P", "dY": "dS", "tP": "P'", "tdY": "dS'", "D": "D", "w": "W"}
 NUMBERS = {"D": "delta", "w": "w"}

@@ -237,8 +237,7 @@ def heads(question: Question) -> Iterator[Map]:
 
 
 def other_heads(own: Ints, count: int, group: int) -> dict[str, Ints]:
-    """What query heads may take for their ``own`` one of so many, by the words of those that are
-    alike here."""
+    """What query heads may take for their ``own`` one of so many; what is alike here once."""
     h, tables, alike = np.arange(len(own)), [*HEADS.items()], dict[bytes, list[str]]()
     found = {words: head(own, count, 1) for words, head in tables[:3]}
     found |= {words: head(h, len(own), group) % count for words, head in tables[3:] if group > 1}
@@ -249,8 +248,7 @@ def other_heads(own: Ints, count: int, group: int) -> dict[str, Ints]:
 
 
 def heads_of_keys(question: Question) -> Iterator[Map]:
-    """The same row of an array of keys, of other heads for the query heads of a group, which has
-    as many heads as queries then."""
+    """The same row of keys of other heads: of one for every query head."""
     h = np.arange(question.num_heads_q)[None, :, None]
     if question.group > 1 and question.num_heads_kv > 1:
         by_remainder = partial(_heads, lambda own, count, group: h % count)

@@ -92,7 +92,6 @@ def tiles(question: Question) -> dict[str, Cut]:
 
 
 def splits(question: Question) -> dict[str, Cut]:
-    """Parts that are merged."""
     if question.sparse:
         return walks.splits(question)
     return {text: partial(_cut, keys, 1) for text, keys in parts_of_keys(question).items()}
@@ -218,8 +217,7 @@ def _shares(taken: Taken, parts: Parts) -> Floats:
 
 
 RIGHT = "right"
-# what is taken for the lse of parts, in units of so many natural ones
-TAKEN: dict[str, Taken] = {
+TAKEN: dict[str, Taken] = {  # for the lse of parts, in units of so many natural ones
     RIGHT: lambda p: (p.lses, 1.0),
     "exp2 where lse is in natural units": lambda p: (p.lses * LN_2, LN_2),
     "exp where lse is in base 2": lambda p: (p.lses / LN_2, 1 / LN_2),
@@ -229,9 +227,7 @@ TAKEN: dict[str, Taken] = {
 }
 # what the results of parts are multiplied by
 WEIGHTS: dict[str, Weights] = {text: partial(_shares, taken) for text, taken in TAKEN.items()} | {
-    "exp(lse - largest), not divided by their sum": lambda p: _exp(
-        p.lses - _finite(p.lses.max(axis=0))
-    ),
+    "exp(lse - largest), not normalised": lambda p: _exp(p.lses - _finite(p.lses.max(axis=0))),
     "none: parts are added": lambda p: np.ones_like(p.tops),
     "the mean of all parts": lambda p: np.full_like(p.tops, 1 / len(p.tops)),
     "the mean of the parts that have keys": lambda p: (

@@ -1,7 +1,6 @@
 """The catalogue of bugs in second derivatives and tangents, and of the terms of all derivatives. A
 bug is mostly a product that reads another value for one of its operands: ``at`` plants these at
-``SITES``. ``terms`` are what results are sums of, each as often as one likes. Long by the
-tables."""
+``SITES``. ``terms``: what results are sums of, each as often as one likes. Long by the tables."""
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import lru_cache, partial
@@ -39,8 +38,7 @@ TERMS = {  # of a sum: the operand that is in no other term of it, the sites, th
     "P ddv of W": ("tV", ("W",), "v"),
     "dO ddv^T": ("tV", ("dout ddv^T",), "v"),
 }
-# of a stage whole results, and the steps that give them
-RESULTS = {
+RESULTS = {  # of a stage whole results, and the steps that give them
     "backward": {"dq and dk": "dQ dK", "dq": "dQ", "dk": "dK"},
     "jvp": {"E": "tY"},
     "second": {"E": "tY", "gq": "gQ", "gk": "gK", "gv": "gV", "gq and gk": "gQ gK"},

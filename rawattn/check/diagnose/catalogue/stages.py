@@ -63,7 +63,6 @@ RINGS: dict[str, Ring] = {  # stages, how far ahead they are read, which step is
     "of a ring of 2 stages into which the last tile of a loop is not loaded": (2, 0, -1),
     "of a ring of 2 stages read 1 ahead": (2, 1, None),
     "of a ring of 3 stages read 1 ahead": (3, 1, None),
-    "of a ring of 3 stages read 2 ahead": (3, 2, None),
 }
 EVERY: dict[str, Loops] = {text: partial(_each, of) for text, of in LOOPS.items()}
 EVERY |= {f"{text}, cleared by each loop,": partial(_ring, of, True) for text, of in RINGS.items()}
