@@ -72,12 +72,12 @@ def _other_sinks(question: Question) -> Iterator[Bug]:
     text = "exp(sink), not relative to the maximum"
     yield Bug("sinks-misplaced", text, FORWARD, steps=with_sink(raised))
     factors = {"softmax_scale ": question.scale, "log2(e) ": LOG2_E, "ln 2 ": 1 / LOG2_E, "0 ": 0.0}
-    found = {f"exp({words}sink)": x * sinks for words, x in factors.items()}
+    found = {f"exp({words}sink)": (x, h) for words, x in factors.items()}
     of_heads = maps.other_heads(h, len(h), question.group)
-    found |= {f"that of {words}": sinks[heads] for words, heads in of_heads.items()}
-    for words, others in found.items():
-        if (others != sinks).any():
-            sink = partial(_of_heads, others)
+    found |= {f"that of {words}": (1.0, heads) for words, heads in of_heads.items()}
+    for words, (times, heads) in found.items():
+        if (times * sinks[heads] != sinks).any():
+            sink = partial(_of_heads, times, heads)  # of any problem's sinks
             steps = with_sink(sink) | {"P0": with_values("P0", sink=sink)}
             yield Bug("sinks-misplaced", words, ("forward", "jvp"), steps=steps)
 
@@ -86,8 +86,8 @@ def with_sink(sink: Step) -> dict[str, Step]:
     return {"softmax": with_values("softmax", sink=sink)}
 
 
-def _of_heads(sinks: Floats, c: Context) -> Floats:
-    return np.asarray(sinks[c.view.heads, None])
+def _of_heads(times: float, heads: np.ndarray, c: Context) -> Floats:
+    return np.asarray(times * np.asarray(c.question.sinks, float)[heads[c.view.heads], None])
 
 
 def _used(more: int, question: Question, views: tuple[View, ...]) -> Sequence[View]:
