@@ -6,8 +6,6 @@ from typing import NamedTuple
 
 
 class BugClass(NamedTuple):
-    """What is said of a class, each on a line."""
-
     title: str
     look_at: str
 

@@ -5,17 +5,16 @@ import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from functools import partial
+from itertools import combinations
 
 import numpy as np
 
 from rawattn.check.diagnose.catalogue import options, tile_sums
-from rawattn.check.diagnose.catalogue.maps import At, Geometry, Map
 from rawattn.check.diagnose.catalogue.masks import masks, neighbours
-from rawattn.check.diagnose.catalogue.reading import stored
 from rawattn.check.diagnose.catalogue.second_order import multiple, with_values
 from rawattn.check.diagnose.catalogue.tiles import dead_rows, tiles
 from rawattn.check.diagnose.engine.attention import BACKWARD, FIRST, FORWARD, TILES, Bug, View
-from rawattn.check.diagnose.engine.question import OF_SLOTS, STAGES, Answers, Question
+from rawattn.check.diagnose.engine.question import OF_SLOTS, Answers, Question
 from rawattn.check.diagnose.engine.steps import LOG2_E, STEPS, Context, Floats, changed, row_max
 
 SUMS: dict[str, Callable[[Floats], Floats]] = {  # the gradients of a group's heads in one
@@ -23,8 +22,7 @@ SUMS: dict[str, Callable[[Floats], Floats]] = {  # the gradients of a group's he
     "the first": lambda x: x[0],
     "the mean": lambda x: x.mean(axis=0),
 }
-Lse = Callable[[Floats, Floats], Floats]  # of the right one, and the largest score
-LSES: tuple[tuple[str, str, Lse], ...] = (
+LSES: tuple[tuple[str, str, Callable[[Floats, Floats], Floats]], ...] = (  # of lse, largest score
     ("lse-base-2", "log2", lambda L, top: L * LOG2_E),
     ("lse-base-2", "ln 2 times", lambda L, top: L / LOG2_E),
     ("lse-without-max", "", lambda L, top: L - top),
@@ -32,7 +30,6 @@ LSES: tuple[tuple[str, str, Lse], ...] = (
 
 
 def bugs(question: Question) -> Iterator[Bug]:
-    """Every bug of the catalogue that can matter for the question."""
     longest = max((*question.lengths_q, *question.lengths_k), default=0)
     yield from options.bugs(question)
     yield from masks(question)
@@ -40,14 +37,22 @@ def bugs(question: Question) -> Iterator[Bug]:
     yield from bugs_anywhere(question)
     for size in (tile for tile in TILES if tile < 2 * longest):
         yield from tiles(question, size)
-    yield from tile_sums.listed(question)
+    # gradients of one tile alone, which fewer pairs would explain too, in more words
+    of_sums = tile_sums.candidates(question, "backward", ("dq", "dk", "dv"))
+    yield from (bug for bug in of_sums if bug.name == tile_sums.OVER)
     yield from dead_rows(question)
 
 
 def bugs_anywhere(question: Question) -> Iterator[Bug]:
     """Those that have nothing to do with masks and tiles of keys."""
     yield from _of_scores(question)
-    yield from _of_backward(question)
+    masked = {"dS": lambda c: c.r(np.where(c.W > 0, c.dP - c.D[..., None], 0.0))}
+    yield Bug("softmax-backward-without-p", "", BACKWARD, steps=masked)
+    shapes = {"dq": question.q.shape, "dk": question.k.shape, "dv": question.v.shape}
+    for one, other in combinations(shapes, 2):
+        if shapes[one] == shapes[other]:
+            text = f"{one} and {other}"
+            yield Bug("gradients-swapped", text, BACKWARD, store=partial(_swapped, one, other))
     if question.group > 1:
         if question.num_heads_kv > 1:
             yield Bug("gqa-head-map", "h % num_heads_kv", FIRST, _by_remainder)
@@ -96,7 +101,6 @@ def _of_scores(question: Question) -> Iterator[Bug]:
     undivided = {"O": lambda c: np.exp(c.S - row_max(c)[..., None]) @ c.V}
     yield Bug("not-normalised", "", FORWARD, steps=undivided)
     yield Bug("no-max-subtraction", "in float32", FORWARD, steps={"softmax": _plain_exp})
-    names = [name for names in STAGES.values() for name in names if name not in OF_SLOTS]
     for step, a, b, stages in (("Y", "Q", "K", FIRST), ("dP", "dO", "V", BACKWARD)):
         width = (question.q if step == "Y" else question.v).shape[2]
         other = min(width, question.q.shape[2])
@@ -104,8 +108,7 @@ def _of_scores(question: Question) -> Iterator[Bug]:
             kept = {x: lambda c, x=x, n=columns: getattr(c, x)[..., :n] for x in (a, b)}
             fewer = {step: with_values(step, **kept)}
             yield Bug("head-dim-tail", f"{step} of {columns}", stages, steps=fewer)
-            first = Map("columns", "", partial(_first, columns))
-            yield Bug("head-dim-tail", f"{columns} stored", FIRST, store=stored(first, names))
+            yield Bug("head-dim-tail", f"{columns} stored", FIRST, store=partial(_first, columns))
 
 
 def _scaled(c: Context, x: float, everywhere: bool = True) -> Floats:
@@ -123,19 +126,10 @@ def _plain_exp(c: Context) -> tuple[Floats, Floats]:
         return np.log(sums.astype(np.float64)), P.astype(np.float64)
 
 
-def _first(columns: int, g: Geometry) -> At:
+def _first(columns: int, question: Question, answers: Answers) -> Answers:
     """Those columns, and nothing for the others."""
-    return g.everywhere._replace(j=np.where(g.everywhere.j < columns, g.everywhere.j, -1))
-
-
-def _of_backward(question: Question) -> Iterator[Bug]:
-    masked = {"dS": lambda c: c.r(np.where(c.W > 0, c.dP - c.D[..., None], 0.0))}
-    yield Bug("softmax-backward-without-p", "", BACKWARD, steps=masked)
-    shapes = {"dq": question.q.shape, "dk": question.k.shape, "dv": question.v.shape}
-    for one, other in (("dk", "dv"), ("dq", "dk"), ("dq", "dv")):
-        if shapes[one] == shapes[other]:
-            text = f"{one} and {other}"
-            yield Bug("gradients-swapped", text, BACKWARD, store=partial(_swapped, one, other))
+    of = {name: x for name, x in answers.items() if x.ndim == 3 and name not in OF_SLOTS}
+    return answers | {n: np.where(np.arange(x.shape[2]) < columns, x, 0.0) for n, x in of.items()}
 
 
 def _swapped(one: str, other: str, question: Question, answers: Answers) -> Answers:

@@ -57,8 +57,7 @@ ALIKE: dict[str, str] = {  # operands of the same shape, of a stage
     "second": "K tK, V tV, Q tQ, dO O tO, P tP, dY tdY, dP tdP, D w",
 }
 SQUARES = {"dQ": "dY", "dK": "dY", "dV": "P", "gQ": "tdY", "gK": "tdY", "gV": "tP"}
-# operands whose rows are those of the results
-OF_ROWS = {"O": "P", "dQ": "dY", "tO": "tP P", "tdS": "tP P dP tdP"}
+OF_ROWS = {"O": "P", "dQ": "dY", "tO": "tP P", "tdS": "tP P dP tdP"}  # have rows of the results
 NAMES = ARRAYS | {"tK": "ddk", "tV": "ddv", "tQ": "ddq", "tO": "ddout"}
 NAMES |= {"P": "P", "dY": "dS", "tP": "P'", "tdY": "dS'", "D": "D", "w": "W"}
 NUMBERS = {"D": "delta", "w": "w"}
@@ -165,13 +164,11 @@ def _transposed(operand: str, size: int, c: Context) -> Floats:
 
 
 def word(operand: str, stage: str) -> str:
-    """What an operand is called."""
     name = NAMES.get(operand, operand)
     return name.replace("dd", "t") if stage == "jvp" else name
 
 
 def _kind(names: Collection[str], by: Map) -> str:
-    """The class of what is read by a map."""
     if {*names} <= {*maps.STATISTICS} - {"dlse"}:
         return "statistics-misplaced"
     kinds = {"rows": "stale-tile", "sequences": "offsets-shifted", "heads of keys": "gqa-head-map"}
@@ -215,20 +212,17 @@ def _given(question: Question, names: Iterable[str]) -> bool:
 
 def _permuted(question: Question, stage: str) -> Iterator[Bug]:
     """Two or three arrays for each other; of one shape, in which rows past the end do not count."""
-    backward = stage in ("backward", "second")
     shapes: dict[str, tuple[object, ...]] = {}
     for name in ("q", "k", "v"):
         lengths = question.lengths_q if name == "q" else question.lengths_k
         shapes[name] = shapes[f"t{name}"] = (lengths, *getattr(question, name).shape[1:])
     shapes |= dict.fromkeys(("dout", "out"), (*shapes["q"][:2], question.v.shape[2]))
-    sets = [("q", "k", "v", *(("dout", "out") if backward else ()))]
+    sets = [("q", "k", "v", *(("dout", "out") if stage in ("backward", "second") else ()))]
     sets += DIRECTIONS[-1:] if stage in ("second", "jvp") else ()
     orders = ((names, order) for names in sets for order in itertools.permutations(names))
     for names, order in orders:
         moved = {to: of for to, of in zip(names, order, strict=True) if to != of}
-        if not 1 < len(moved) < 4 or any(shapes[to] != shapes[of] for to, of in moved.items()):
-            continue
-        if not _given(question, moved.values()):
-            continue
-        text = ", ".join(f"{of} for {to}" for to, of in moved.items())
-        yield Bug("arguments-swapped", text, (stage,), steps=reading.reading(moved))
+        alike = all(shapes[to] == shapes[of] for to, of in moved.items())
+        if 1 < len(moved) < 4 and alike and _given(question, moved.values()):
+            text = ", ".join(f"{of} for {to}" for to, of in moved.items())
+            yield Bug("arguments-swapped", text, (stage,), steps=reading.reading(moved))

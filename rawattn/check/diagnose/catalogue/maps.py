@@ -40,13 +40,12 @@ class Row(NamedTuple):
 @dataclass(frozen=True, eq=False)
 class Geometry:
     """What an index is made of. ``others``: the offsets of the other side's sequences; ``group``:
-    heads of the array for every key/value head; ``num_heads_q``: those that read it."""
+    heads of the array for every key/value head."""
 
     shape: tuple[int, int, int]
     offsets: Ints
     others: Ints
     group: int
-    num_heads_q: int
 
     @cached_property
     def everywhere(self) -> At:
@@ -55,7 +54,6 @@ class Geometry:
 
     @property
     def b(self) -> Ints:
-        """All sequences."""
         return np.arange(len(self.offsets) - 1)
 
     @cached_property
@@ -77,9 +75,8 @@ def geometry(question: Question, name: str) -> Geometry:
     tokens, heads = (question.k if of_keys else question.q).shape[:2]
     own, other = sides[::-1] if of_keys else sides
     if name in OF_SLOTS and question.block_indices is not None:
-        return Geometry(question.block_indices.shape, own, other, 1, question.num_heads_q)
-    group, num_heads_q = 1 if of_keys else question.group, question.num_heads_q
-    return Geometry((tokens, heads, columns), own, other, group, num_heads_q)
+        return Geometry(question.block_indices.shape, own, other, 1)
+    return Geometry((tokens, heads, columns), own, other, 1 if of_keys else question.group)
 
 
 @dataclass(frozen=True, eq=False)
@@ -92,9 +89,13 @@ class Map:
 
     def moved(self, g: Geometry, x: Floats, nothing: float = 0.0) -> Floats:
         """All of an array, (tokens, heads, columns) or (heads, tokens), as it is found there."""
-        if x.ndim == 3:
-            return _taken(x, self.of(g), nothing)
-        return _taken(np.asarray(x).T[..., None], self.of(g), nothing)[..., 0].T
+        if x.ndim == 2:
+            return self.moved(g, np.asarray(x).T[..., None], nothing)[..., 0].T
+        places = [*zip(self.of(g), x.shape, strict=True)]
+        there = [(i >= 0) & (i < n) for i, n in places]
+        t, h, j = (np.where(inside, i, 0) for (i, _), inside in zip(places, there, strict=True))
+        found, inside = x[t, h, j].astype(np.float64), there[0] & there[1] & there[2]
+        return found if inside.all() else np.where(inside, found, nothing)
 
     def in_sequence(self, g: Geometry, b: int) -> bytes:
         """What it takes for a sequence's places: those that take the same have the same."""
@@ -120,15 +121,6 @@ class Map:
         total = np.zeros((len(places), *g.shape[1:]))
         np.add.at(total, at.ravel(), np.where(inside, x, 0.0))
         return np.where(inside, total[at.ravel()], nothing)
-
-
-def _taken(x: Floats, at: At, nothing: float) -> Floats:
-    """``x`` (tokens, heads, columns) at these places, ``nothing`` where there are none."""
-    there = [(i >= 0) & (i < n) for i, n in zip(at, x.shape, strict=True)]
-    t, h, j = (np.where(inside, i, 0) for i, inside in zip(at, there, strict=True))
-    inside = there[0] & there[1] & there[2]
-    found = x[t, h, j].astype(np.float64)
-    return found if inside.all() else np.where(inside, found, nothing)
 
 
 WHOLE = "zeros for rows of a partial last tile of {}"
@@ -165,14 +157,14 @@ ORIGINS: dict[str, Origin] = {  # rows where they are taken to begin
     "b times the longest length": lambda g: g.b * np.diff(g.offsets).max(),
     "b times the longest length of the other side": lambda g: g.b * np.diff(g.others).max(),
 }
-OF_TILES: dict[str, Callable[[int], Origin]] = {  # the same, of tiles
-    "its offset rounded down to a multiple of {}": lambda t: lambda g: g.offsets[:-1] // t * t,
-    "its offset rounded up to a multiple of {}": lambda t: lambda g: -(-g.offsets[:-1] // t) * t,
-    "its offset where every length is a multiple of {}": lambda t: (
-        lambda g: np.cumsum([0, *-(-np.diff(g.offsets[:-1]) // t) * t])
+OF_TILES: dict[str, Callable[[int, Geometry], Ints]] = {  # the same, of tiles
+    "its offset rounded down to a multiple of {}": lambda t, g: g.offsets[:-1] // t * t,
+    "its offset rounded up to a multiple of {}": lambda t, g: -(-g.offsets[:-1] // t) * t,
+    "its offset where every length is a multiple of {}": lambda t, g: np.cumsum(
+        [0, *-(-np.diff(g.offsets[:-1]) // t) * t]
     ),
-    "its offset and {0} b, rounded down to a multiple of {0}": lambda t: (
-        lambda g: (g.offsets[:-1] // t + g.b) * t
+    "its offset and {0} b, rounded down to a multiple of {0}": lambda t, g: (
+        (g.offsets[:-1] // t + g.b) * t
     ),
 }
 
@@ -209,11 +201,6 @@ def _heads(head: Callable[[Ints, int, int], Ints], g: Geometry) -> At:
     return g.everywhere._replace(h=head(g.everywhere.h, g.shape[1], g.group))
 
 
-def _by_remainder(g: Geometry) -> At:
-    """(tokens, num_heads_q, columns) of an array of keys."""
-    return g.everywhere._replace(h=np.arange(g.num_heads_q)[None, :, None] % g.shape[1])
-
-
 def rows(question: Question, least: int = 1) -> Iterator[Map]:
     """Other rows of the same sequence, as tiles or instructions take them, large ones first."""
     longest = max((*question.lengths_q, *question.lengths_k), default=0)
@@ -222,27 +209,20 @@ def rows(question: Question, least: int = 1) -> Iterator[Map]:
 
 
 def of_rows(words: str, by: int) -> Map:
-    """That one of ``ROWS``, by so many."""
     return Map("rows", words.format(by), partial(_rows, ROWS[words], by))
 
 
 def sequences(question: Question) -> Iterator[Map]:
-    """The same row of another sequence, or counted from another place."""
-    for words, origin in origins(question).items():
-        yield Map("sequences", words, partial(_from, origin))
-
-
-def origins(question: Question) -> dict[str, Origin]:
-    """Rows where sequences may be taken to begin, others than those where they do."""
+    """The same row of another sequence, or counted from another place, which is not the same."""
     found = dict(ORIGINS)
-    for words, other in OTHERS.items():
-        found[f"the offset of {words}"] = partial(_of_others, other)
+    found |= {f"the offset of {x}": partial(_of_others, other) for x, other in OTHERS.items()}
     sizes = TILES if not question.sparse else (*TILES, question.block_size)
     for (words, of_tile), t in itertools.product(OF_TILES.items(), sizes):
-        found[words.format(t)] = of_tile(t)
+        found[words.format(t)] = partial(of_tile, t)
     sides = [geometry(question, name) for name in "qk"] if question.batch > 1 else []
-    others = [x for x, of in found.items() if any((of(g) != g.offsets[:-1]).any() for g in sides)]
-    return {words: found[words] for words in others}
+    for words, origin in found.items():
+        if any((origin(g) != g.offsets[:-1]).any() for g in sides):
+            yield Map("sequences", words, partial(_from, origin))
 
 
 def _of_others(other: Origin, g: Geometry) -> Ints:
@@ -250,35 +230,29 @@ def _of_others(other: Origin, g: Geometry) -> Ints:
 
 
 def heads(question: Question) -> Iterator[Map]:
-    """The same row of other heads, by the words of those that are alike here for queries as one;
-    those of groups mean nothing to keys."""
+    """The same row of other heads; those of groups mean nothing to keys."""
     h = np.arange(question.num_heads_q)
-    for words in heads_alike(h, len(h), question.group):
+    for words in other_heads(h, len(h), question.group):
         yield Map("heads", words, partial(_heads, HEADS[words.split(" or ")[0]]))
 
 
-def heads_alike(own: Ints, count: int, group: int) -> dict[str, Ints]:
-    """``other_heads`` by the words of those that are alike here."""
-    alike = dict[bytes, list[str]]()
-    found = other_heads(own, count, group)
+def other_heads(own: Ints, count: int, group: int) -> dict[str, Ints]:
+    """What query heads may take for their ``own`` one of so many; what is alike here once."""
+    h, tables, alike = np.arange(len(own)), [*HEADS.items()], dict[bytes, list[str]]()
+    found = {words: head(own, count, 1) for words, head in tables[:3]}
+    found |= {words: head(h, len(own), group) % count for words, head in tables[3:] if group > 1}
     for words, taken in found.items():
         if not np.array_equal(taken, own):
             alike.setdefault(taken.tobytes(), []).append(words)
     return {" or ".join(several[:3]): found[several[0]] for several in alike.values()}
 
 
-def other_heads(own: Ints, count: int, group: int) -> dict[str, Ints]:
-    """What query heads may take for their ``own`` one of so many; none where there is one alone."""
-    h, tables = np.arange(len(own)), [*HEADS.items()]
-    found = {words: head(own, count, 1) for words, head in tables[:3]}
-    found |= {words: head(h, len(own), group) % count for words, head in tables[3:] if group > 1}
-    return found if count > 1 else {}
-
-
 def heads_of_keys(question: Question) -> Iterator[Map]:
-    """The same row of an array of keys, of other heads for the query heads of a group."""
+    """The same row of keys of other heads: of one for every query head."""
+    h = np.arange(question.num_heads_q)[None, :, None]
     if question.group > 1 and question.num_heads_kv > 1:
-        yield Map("heads of keys", "head h % num_heads_kv", _by_remainder)
+        by_remainder = partial(_heads, lambda own, count, group: h % count)
+        yield Map("heads of keys", "head h % num_heads_kv", by_remainder)
 
 
 class Order(NamedTuple):
@@ -318,13 +292,15 @@ def _at(read: Order, written: Order, g: Geometry) -> At:
 def layouts(statistics: bool, grouped: bool = False) -> Iterator[Map]:
     """Memory of one order read in another: an array, a sequence, or, ``grouped``, a group of it."""
     memory, *others = ("ht", "th") if statistics else ("thd", "htd", "tdh", "dht", "dth", "hdt")
-    parts = [*((other, False, False) for other in others), (others[0], True, False)]
-    for other, each, group in parts + [(others[0], True, True)] * grouped:
-        for read, written in ((other, memory), (memory, other)):
-            orders = (", ".join(LETTERS[letter] for letter in of) for of in (written, read))
-            words = "({}) read as ({})".format(*orders) + ", every sequence" * each
-            of = partial(_at, Order(read, each, group), Order(written, each, group))
-            yield Map("layouts", words + " and group of heads" * group, of)
+    parts = [*map(Order, others), Order(others[0], True)] + [Order(others[0], True, True)] * grouped
+    for other in parts:
+        own, end = other._replace(letters=memory), ", every sequence" * other.each
+        for read, written in ((other, own), (own, other)):
+            orders = (", ".join(LETTERS[x] for x in of.letters) for of in (written, read))
+            words = (
+                "({}) read as ({})".format(*orders) + end + " and group of heads" * other.grouped
+            )
+            yield Map("layouts", words, partial(_at, read, written))
 
 
 def families(question: Question, statistics: bool) -> list[Map]:

@@ -50,9 +50,6 @@ class Window(NamedTuple):
         return replace(view, weight=seen[None].astype(np.float64))
 
 
-SIDES = {"left": (1, 0), "right": (0, 1), "both sides": (1, 1)}  # of windows
-
-
 def windows(question: Question) -> Iterator[tuple[str, str, Window]]:
     """Windows that are taken for the right one: class, form, and the window."""
     left, right = bounds(question)
@@ -63,13 +60,13 @@ def windows(question: Question) -> Iterator[tuple[str, str, Window]]:
     if min(left, right) < math.inf and question.lengths_q != question.lengths_k:
         form = "top-left" if question.causal else "window"
         yield "causal-alignment", form, Window(left, right, top_left=True)
-    for words, (of_left, of_right) in SIDES.items():
+    for words, of_left, of_right in (("left", 1, 0), ("right", 0, 1), ("both sides", 1, 1)):
         of_causal = of_right and question.causal
         if of_causal or (of_left and left == math.inf) or (of_right and right == math.inf):
             continue
         for by in (1, -1):
-            window = Window(left + by * of_left, right + by * of_right)
-            yield "window-off-by-one", f"{words} {by:+}", window
+            moved = Window(left + by * of_left, right + by * of_right)
+            yield "window-off-by-one", f"{words} {by:+}", moved
         dropped = Window(math.inf if of_left else left, math.inf if of_right else right)
         yield "window-dropped", words, dropped
 
@@ -112,7 +109,6 @@ def _more_keys(
 
 
 def neighbours(question: Question) -> Iterator[Bug]:
-    """Bugs of keys beyond the ends of sequences."""
     if len(set(question.lengths_k)) > 1:
         yield Bug("padded-keys", "longest", FIRST, _more_keys(after=-1, zeros=True))
     for tile in TILES:

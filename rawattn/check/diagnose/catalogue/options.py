@@ -5,7 +5,6 @@ from dataclasses import replace
 from functools import partial
 
 import numpy as np
-import numpy.typing as npt
 
 from rawattn.check.diagnose.catalogue import maps
 from rawattn.check.diagnose.catalogue.second_order import with_values
@@ -14,20 +13,20 @@ from rawattn.check.diagnose.engine.question import Question
 from rawattn.check.diagnose.engine.steps import LOG2_E, STEPS, Context, Floats, Step
 from rawattn.reference.dense import allowed
 
-DERIVED = ("backward", "second", "jvp")
 ALL = 1 << 40  # keys: more than there are
 
 
 def bugs(question: Question) -> Iterator[Bug]:
-    """Every bug of the catalogue that is about them."""
     if question.softcap is not None:
         yield Bug("softcap-dropped", steps={"cap": lambda c: (c.Y, 1.0, 0.0)})
         straight: Step = lambda c: (STEPS["cap"](c)[0], 1.0, 0.0)  # noqa: E731
-        yield Bug("softcap-slope-omitted", "1 in its place", DERIVED, steps={"cap": straight})
-        for words, of_site in SLOPES.items():
-            yield Bug("softcap-slope-omitted", words, ("second",), steps=of_site)
-        steps = {"cap": _not_squared}
-        yield Bug("softcap-slope-omitted", "1 - tanh in its place", ("jvp",), steps=steps)
+        everywhere = ("backward", "second", "jvp")
+        yield Bug("softcap-slope-omitted", "1 in its place", everywhere, steps={"cap": straight})
+        for words, (sites, values) in SLOPES.items():
+            steps = {site: with_values(site, **values) for site in sites.split()}
+            yield Bug("softcap-slope-omitted", words, ("second",), steps=steps)
+        wrong = {"cap": _not_squared}
+        yield Bug("softcap-slope-omitted", "1 - tanh in its place", ("jvp",), steps=wrong)
     if question.sinks is not None:
         none = with_values("softmax", sink=lambda c: None)
         L, P, P0 = (lambda c: none(c)[0]), (lambda c: none(c)[1]), {"P0": lambda c: 0.0}
@@ -48,29 +47,17 @@ def bugs(question: Question) -> Iterator[Bug]:
             yield Bug("seqused-ignored", text, see=each(_at_all_keys))
 
 
-def _straight(name: str) -> dict[str, Step]:
-    """A step without the slope alone."""
-    return {name: with_values(name, cap=lambda c: (c.cap[0], 1.0, c.cap[2]))}
-
-
-def _ungraded(name: str) -> dict[str, Step]:
-    """A product with dS in place of the gradient of scores before the softcap."""
-    return {name: with_values(name, dY=lambda c: c.G * c.dS)}
-
-
-SLOPES: dict[str, dict[str, Step]] = {  # of a double backward
-    "1 in its place in E": _straight("E"),
-    "1 in its place at dS'": _straight("tdY"),
-    "1 in its place in dS ddk of gq": _ungraded("gQ"),
-    "1 in its place in dS^T ddq of gk": _ungraded("gK"),
-    "1 in its place in dS ddk of gq and dS^T ddq of gk": _ungraded("gQ") | _ungraded("gK"),
-    "the bend times dS, without the tangent of the scores": {
-        "tdY": with_values("tdY", tY=lambda c: 1.0)
-    },
-    "the bend times E, the slope twice": {"tdY": with_values("tdY", tY=lambda c: c.E)},
-    "the bend without dS": {
-        "tdY": lambda c: c.G * c.cap[1] * c.tdS + c.tG * c.dS + c.cap[2] * c.tY * c.P
-    },
+STRAIGHT: dict[str, Step] = {"cap": lambda c: (c.cap[0], 1.0, c.cap[2])}
+UNCAPPED: dict[str, Step] = {"dY": lambda c: c.dS}  # of scores behind the softcap
+SLOPES: dict[str, tuple[str, dict[str, Step]]] = {  # steps of a double backward, and what they take
+    "1 in its place in E": ("E", STRAIGHT),
+    "1 in its place at dS'": ("tdY", STRAIGHT),
+    "1 in its place in dS ddk of gq": ("gQ", UNCAPPED),
+    "1 in its place in dS^T ddq of gk": ("gK", UNCAPPED),
+    "1 in its place in dS ddk of gq and dS^T ddq of gk": ("gQ gK", UNCAPPED),
+    "the bend times dS, without the tangent of the scores": ("tdY", {"tY": lambda c: 1.0}),
+    "the bend times E, the slope twice": ("tdY", {"tY": lambda c: c.E}),
+    "the bend without dS": ("tdY", {"dS": lambda c: c.P}),  # there are no gates beside a softcap
 }
 
 
@@ -86,23 +73,21 @@ def _other_sinks(question: Question) -> Iterator[Bug]:
     yield Bug("sinks-misplaced", text, FORWARD, steps=with_sink(raised))
     factors = {"softmax_scale ": question.scale, "log2(e) ": LOG2_E, "ln 2 ": 1 / LOG2_E, "0 ": 0.0}
     found = {f"exp({words}sink)": (x, h) for words, x in factors.items()}
-    for words, heads in maps.heads_alike(h, len(h), question.group).items():
-        found[f"that of {words}"] = 1.0, heads
+    of_heads = maps.other_heads(h, len(h), question.group)
+    found |= {f"that of {words}": (1.0, heads) for words, heads in of_heads.items()}
     for words, (times, heads) in found.items():
         if (times * sinks[heads] != sinks).any():
-            sink = partial(_of_heads, times, heads)
+            sink = partial(_of_heads, times, heads)  # of any problem's sinks
             steps = with_sink(sink) | {"P0": with_values("P0", sink=sink)}
             yield Bug("sinks-misplaced", words, ("forward", "jvp"), steps=steps)
 
 
 def with_sink(sink: Step) -> dict[str, Step]:
-    """The softmax with another sink."""
     return {"softmax": with_values("softmax", sink=sink)}
 
 
-def _of_heads(times: float, heads: npt.NDArray[np.int64], c: Context) -> Floats:
-    sinks = np.asarray(c.question.sinks, dtype=np.float64)
-    return np.asarray(times * sinks[heads[c.view.heads], None])
+def _of_heads(times: float, heads: np.ndarray, c: Context) -> Floats:
+    return np.asarray(times * np.asarray(c.question.sinks, float)[heads[c.view.heads], None])
 
 
 def _used(more: int, question: Question, views: tuple[View, ...]) -> Sequence[View]:

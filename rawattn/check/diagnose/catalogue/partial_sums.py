@@ -48,7 +48,6 @@ class Parts(NamedTuple):
         return np.asarray(self.sums["out"] / total[..., None])
 
     def with_out(self, sums: Floats) -> "Parts":
-        """With other sums of P V."""
         return self._replace(sums=self.sums | {"out": sums})
 
     def with_lses(self, lses: Floats) -> "Parts":
@@ -93,7 +92,6 @@ def tiles(question: Question) -> dict[str, Cut]:
 
 
 def splits(question: Question) -> dict[str, Cut]:
-    """Parts that are merged."""
     if question.sparse:
         return walks.splits(question)
     return {text: partial(_cut, keys, 1) for text, keys in parts_of_keys(question).items()}
@@ -169,7 +167,7 @@ for least, (units, of) in product((1, 2, 4, 8), {"": 1.0, " in base 2": LN_2}.it
 
 def _next(factors: Floats) -> Floats:
     """The factors of the tiles behind, where there is something to rescale."""
-    behind = np.concatenate([factors[1:], np.ones_like(factors[:1])])
+    behind = np.append(factors[1:], np.ones_like(factors[:1]), axis=0)
     return np.where(behind > 0, behind, 1.0)
 
 
@@ -197,7 +195,6 @@ def totals(parts: Parts, way: Way) -> dict[str, Floats]:
 
 
 def divided(parts: Parts, sums: Mapping[str, Floats]) -> Results:
-    """What is stored of the sums."""
     total = np.where(sums["row_sum"] == 0, 1.0, sums["row_sum"])
     out = sums["out"] / total
     lse = np.log(sums["row_sum"][..., 0]) + _finite(parts.tops.max(axis=0))
@@ -208,7 +205,6 @@ def divided(parts: Parts, sums: Mapping[str, Floats]) -> Results:
 
 
 def _whole(taken: Taken, parts: Parts) -> Floats:
-    """The lse of all parts."""
     lses, unit = taken(parts)
     top = _finite(lses.max(axis=0))
     return np.asarray(np.log(_exp(lses - top).sum(axis=0)) + top) / unit
@@ -220,15 +216,8 @@ def _shares(taken: Taken, parts: Parts) -> Floats:
     return _exp(lses - unit * _finite(_whole(taken, parts)))
 
 
-def _one(tops: Floats, part: int) -> Floats:
-    weights = np.zeros_like(tops)
-    weights[part] = 1.0
-    return weights
-
-
 RIGHT = "right"
-# what is taken for the lse of parts, in units of so many natural ones
-TAKEN: dict[str, Taken] = {
+TAKEN: dict[str, Taken] = {  # for the lse of parts, in units of so many natural ones
     RIGHT: lambda p: (p.lses, 1.0),
     "exp2 where lse is in natural units": lambda p: (p.lses * LN_2, LN_2),
     "exp where lse is in base 2": lambda p: (p.lses / LN_2, 1 / LN_2),
@@ -238,16 +227,14 @@ TAKEN: dict[str, Taken] = {
 }
 # what the results of parts are multiplied by
 WEIGHTS: dict[str, Weights] = {text: partial(_shares, taken) for text, taken in TAKEN.items()} | {
-    "exp(lse - largest), not divided by their sum": lambda p: _exp(
-        p.lses - _finite(p.lses.max(axis=0))
-    ),
+    "exp(lse - largest), not normalised": lambda p: _exp(p.lses - _finite(p.lses.max(axis=0))),
     "none: parts are added": lambda p: np.ones_like(p.tops),
     "the mean of all parts": lambda p: np.full_like(p.tops, 1 / len(p.tops)),
     "the mean of the parts that have keys": lambda p: (
         np.isfinite(p.tops) / np.maximum(np.isfinite(p.tops).sum(axis=0), 1)
     ),
-    "the first part alone": lambda p: _one(p.tops, 0),
-    "the last part alone": lambda p: _one(p.tops, -1),
+    "the first part alone": lambda p: np.eye(len(p.tops))[0, :, None, None],
+    "the last part alone": lambda p: np.eye(len(p.tops))[-1, :, None, None],
 }
 LSES: dict[str, Callable[[Parts], Floats]] = {
     **{text: partial(_whole, taken) for text, taken in TAKEN.items()},

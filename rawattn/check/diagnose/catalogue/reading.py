@@ -45,7 +45,6 @@ def whole(question: Question, given: Same | None, to: str, of: str, by: Map | No
 
 
 def array_of(question: Question, given: Same | None, name: str) -> Floats:
-    """All of an array that a stage is given."""
     if name == "delta":
         return deltas(question, given)
     if name in ("e", "w"):  # what a double backward keeps of its first pass
@@ -64,9 +63,8 @@ def of_view(c: Context, name: str, x: Floats) -> Floats:
         return np.asarray(x[heads, view.rows], dtype=np.float64)
     if name not in OF_KEYS:
         return np.asarray(c.r(x[view.rows, heads].astype(np.float64)))
-    found = x[view.keys, view.head_kv].astype(np.float64)
-    if x.shape[1] != c.question.num_heads_kv:  # of each query head
-        found = x[view.keys, heads].astype(np.float64)
+    of_key = x.shape[1] == c.question.num_heads_kv  # else of each query head
+    found = x[view.keys, view.head_kv if of_key else heads].astype(np.float64)
     unseen = ~(view.weight > 0).any(axis=(0, 1)) | (view.keys < 0)  # may hold anything
     return np.asarray(c.r(np.where(unseen[:, None], 0.0, found)))
 

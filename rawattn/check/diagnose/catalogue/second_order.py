@@ -1,9 +1,8 @@
 """The catalogue of bugs in second derivatives and tangents, and of the terms of all derivatives. A
 bug is mostly a product that reads another value for one of its operands: ``at`` plants these at
-``SITES``. ``terms`` are what results are sums of, each as often as one likes. Long by the
-tables."""
+``SITES``. ``terms``: what results are sums of, each as often as one likes. Long by the tables."""
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import lru_cache, partial
 from itertools import chain, combinations
 from typing import NamedTuple
@@ -39,13 +38,10 @@ TERMS = {  # of a sum: the operand that is in no other term of it, the sites, th
     "P ddv of W": ("tV", ("W",), "v"),
     "dO ddv^T": ("tV", ("dout ddv^T",), "v"),
 }
-# of a stage whole results, and the steps that give them
-RESULTS: dict[str, dict[str, tuple[str, ...]]] = {
-    "backward": {"dq and dk": ("dQ", "dK"), "dq": ("dQ",), "dk": ("dK",)},
-    "jvp": {"E": ("tY",)},
-    "second": {
-        **{"E": ("tY",), "gq": ("gQ",), "gk": ("gK",), "gv": ("gV",), "gq and gk": ("gQ", "gK")},
-    },
+RESULTS = {  # of a stage whole results, and the steps that give them
+    "backward": {"dq and dk": "dQ dK", "dq": "dQ", "dk": "dK"},
+    "jvp": {"E": "tY"},
+    "second": {"E": "tY", "gq": "gQ", "gk": "gK", "gv": "gV", "gq and gk": "gQ gK"},
 }
 # of P', all of them or some alone
 READERS = ("ddout, W, dS', gv", "ddout, dS', gv", "ddout, W", "ddout", "W", "dS', gv", "dS'", "gv")
@@ -66,13 +62,7 @@ def at(sites: Sequence[str], **values: Step) -> dict[str, Step]:
 
 
 def multiple(name: str, factor: float) -> Step:
-    """A value of the context, so many times."""
     return lambda c: factor * getattr(c, name)
-
-
-def _row(x: Floats) -> Floats:
-    """A number of each row beside its scores."""
-    return np.asarray(x)[..., None]
 
 
 def _uncentred(c: Context) -> Floats:
@@ -82,12 +72,12 @@ def _uncentred(c: Context) -> Floats:
 
 def by_given_out(c: Context) -> Floats:
     """The tangent of out as (P o E) V + P tV - e O."""
-    return np.asarray(STEPS["tO"](changed(c, tP=_uncentred(c))) - _row(c.e) * c.O)
+    return np.asarray(STEPS["tO"](changed(c, tP=_uncentred(c))) - c.e[..., None] * c.O)
 
 
 def _of_P(c: Context) -> Floats:
     """What flows to P through dS and dV."""
-    return np.asarray(c.r(c.E * (c.dP - _row(c.D))) + c.tdP)
+    return np.asarray(c.r(c.E * (c.dP - c.D[..., None])) + c.tdP)
 
 
 def _through_exp(c: Context) -> Floats:
@@ -103,15 +93,14 @@ NO_P: Step = multiple("P", 0.0)
 NO_ROWS: Step = lambda c: np.zeros(c.S.shape[:2])  # noqa: E731
 UNDIVIDED: dict[str, Step] = {"P0": sunk(lambda c: np.exp(c.sink - np.maximum(row_max(c), c.sink)))}
 GV = at(["gv"], tP=_uncentred)
-SAVED_P, DELTA = {"tP": _uncentred, "tdS": NO_P}, {"tP": _uncentred, "tdS": _through_softmax}
 P, D, E = "second-frozen-p", "second-frozen-delta", "tangent-e-omitted"
 W, DROPPED, IGNORED = "second-w-omitted", "second-term-dropped", "direction-ignored"
 BUGS = (  # those that are not one term
     Bug(P, "P of the first backward", SECOND, steps={"tdS": NO_P}),
     Bug(P, "P and out of the first backward", SECOND, steps={"tdS": NO_P} | GV),
-    Bug(P, "P and delta of the first backward", SECOND, steps=SAVED_P),
+    Bug(P, "P and delta of the first backward", SECOND, steps={"tP": _uncentred, "tdS": NO_P}),
     Bug(P, "lse and out of the first backward", SECOND, steps={"tdS": _through_exp} | GV),
-    Bug(D, "delta", SECOND, steps=DELTA),
+    Bug(D, "delta", SECOND, steps={"tP": _uncentred, "tdS": _through_softmax}),
     Bug(D, "out", SECOND, steps={"tdS": _through_softmax} | GV),
     Bug(D, "W = 0, no e in ddout", SECOND, steps=at(["ddout"], tP=_uncentred) | {"w": NO_ROWS}),
     Bug(E, "e = 0", SECOND + JVP, steps={"e": NO_ROWS}),
@@ -126,7 +115,7 @@ class Term(NamedTuple):
     where it counts otherwise. none: what is said where it is missing."""
 
     text: str
-    of: Callable[[float], dict[str, Step]]
+    of: Callable[[float], Mapping[str, Step]]
     name: str
     other: str
     none: str
@@ -145,7 +134,7 @@ def terms(question: Question, stage: str) -> Iterator[Term]:
         yield Term("dout . out of D", of_out, "delta-omitted", other, "no dout . out in D")
         if question.dlse is not None:
             yield Term("dlse of D", dlse, "lse-gradient-dropped", sign, "dlse of D")
-            yield Term("D", partial(_made, ("D",)), "delta-omitted", other, "D = 0")
+            yield Term("D", partial(_made, "D"), "delta-omitted", other, "D = 0")
     if stage == "backward":
         return
     given = [name for name in DIRECTIONS if getattr(question, f"t{name}") is not None]
@@ -166,12 +155,12 @@ def terms(question: Question, stage: str) -> Iterator[Term]:
         yield Term(f"P' in {words}", of_P, P, DROPPED, f"P' = 0 in {words}")
         yield Term(f"e in {words}", partial(_centred, readers), E, E, f"no e in {words}")
     if second:
-        yield Term("W", partial(_made, ("w",)), W, DROPPED, "W = 0")
+        yield Term("W", partial(_made, "w"), W, DROPPED, "W = 0")
         if question.softcap is not None:
             bend, name = "the bend, the second derivative of the softcap", "softcap-slope-omitted"
             yield Term(bend, _with_bend, name, name, f"{bend}, is 0")
     of_lse = "ddlse" if second else "tlse"
-    yield Term(of_lse, partial(_made, ("tL",)), "tangent-lse-missing", sign, f"{of_lse} = 0")
+    yield Term(of_lse, partial(_made, "tL"), "tangent-lse-missing", sign, f"{of_lse} = 0")
 
 
 def lacking(question: Question) -> str:
@@ -181,13 +170,9 @@ def lacking(question: Question) -> str:
     return f", where {'tq' if question.tq is None else 'tk'} is None"
 
 
-def _made(steps: Sequence[str], factor: float) -> dict[str, Step]:
-    """Results of steps so many times."""
-
-    def of(name: str) -> Step:
-        return lambda c: factor * STEPS[name](c)
-
-    return {name: of(name) for name in steps}
+def _made(steps: str, factor: float) -> Mapping[str, Step]:
+    many = {name: lambda c, name=name: factor * STEPS[name](c) for name in steps.split()}
+    return many
 
 
 def _read(sites: Sequence[str], names: Sequence[str], factor: float) -> dict[str, Step]:
@@ -196,7 +181,7 @@ def _read(sites: Sequence[str], names: Sequence[str], factor: float) -> dict[str
 
 
 def _centred(sites: Sequence[str], factor: float) -> dict[str, Step]:
-    return at(sites, tP=lambda c: c.P * (c.E - factor * _row(c.e)))
+    return at(sites, tP=lambda c: c.P * (c.E - factor * c.e[..., None]))
 
 
 def _with_bend(factor: float) -> dict[str, Step]:

@@ -4,7 +4,7 @@ last tile of queries, stages of a ring of buffers that hold the tile of another 
 from collections.abc import Callable, Collection, Iterator
 from dataclasses import replace
 from functools import partial
-from itertools import product
+from itertools import chain, product
 
 import numpy as np
 
@@ -58,30 +58,23 @@ LOOPS: dict[str, Which] = {
         tiles - tiles.min(initial=tiles.max(initial=0))
     ),
 }
-RINGS: dict[
-    str, Ring
-] = {  # stages, how far ahead they are read, and which step of a loop is not loaded
+RINGS: dict[str, Ring] = {  # stages, how far ahead they are read, which step is not loaded
     "of a ring of 2 stages into which the first tile of a loop is not loaded": (2, 0, 0),
     "of a ring of 2 stages into which the last tile of a loop is not loaded": (2, 0, -1),
     "of a ring of 2 stages read 1 ahead": (2, 1, None),
     "of a ring of 3 stages read 1 ahead": (3, 1, None),
-    "of a ring of 3 stages read 2 ahead": (3, 2, None),
 }
 EVERY: dict[str, Loops] = {text: partial(_each, of) for text, of in LOOPS.items()}
 EVERY |= {f"{text}, cleared by each loop,": partial(_ring, of, True) for text, of in RINGS.items()}
 GO_ON: dict[str, Loops] = {f"{text},": partial(_ring, of, False) for text, of in RINGS.items()}
-READS = {  # steps, each with an operand, that take the rows of one stage
-    "forward": ("Y K", "O V", "Y K, O V"),
-    "dq": ("dQ K", "Y K, dQ K", "Y K", "dP V", "Y K, dQ K, dP V"),
-    "dk and dv": (
-        *("dK Q", "dV dO", "Y Q, dK Q", "dP dO, dV dO", "Y Q", "dP dO", "bP L", "dS D"),
-        *("bP L, dS D", "Y Q, dK Q, dP dO, dV dO", "Y Q, dK Q, dP dO, dV dO, bP L, dS D"),
-    ),
-    "jvp": ("tY tK", "tO tV", "tY tK, tO tV"),
-    "gq": ("gQ tK", "tY tK, gQ tK", "gQ K"),
-    "gq, gk and gv": (
-        *("tY tQ, gK tQ", "tY tQ", "gK tQ", "gK Q", "gV dO", "tdP dO", "tdS w", "tdS D", "bP L"),
-    ),
+READS = {  # steps, each with an operand, that take the rows of one buffer; of dq, gq where alone
+    "forward": "Y K; O V; Y K, O V",
+    "dq": "dQ K; Y K, dQ K; Y K; dP V; Y K, dQ K, dP V",
+    "backward": "dK Q; dV dO; Y Q, dK Q; dP dO, dV dO; Y Q; dP dO; bP L; dS D; bP L, dS D; "
+    "Y Q, dK Q, dP dO, dV dO; Y Q, dK Q, dP dO, dV dO, bP L, dS D",
+    "jvp": "tY tK; tO tV; tY tK, tO tV",
+    "gq": "gQ tK; tY tK, gQ tK; gQ K",
+    "second": "tY tQ, gK tQ; tY tQ; gK tQ; gK Q; gV dO; tdP dO; tdS w; tdS D; bP L",
 }
 PRODUCTS = inputs.PRODUCTS | {
     "bP": ("exp(S - lse)", ("L",), {"dq", "dk", "dv"}),
@@ -94,10 +87,8 @@ def candidates(question: Question, stage: str, wrong: Collection[str], b: int) -
     """All of a dense stage that change something ``wrong``, to be tried on sequence ``b`` first."""
     if question.sparse:
         return
-    if stage in FIRST:
-        yield from _of_sequences(question)
-        yield from _of_tails(question)
-        yield from (bug for bug in _of_old_rows(question) if stage in bug.stages)
+    of_rows = chain(_of_sequences(question), _of_tails(question), _of_old_rows(question))
+    yield from (bug for bug in of_rows if stage in bug.stages)
     loops = _of_loops(question, stage, {*wrong}, b)
     if stage != "second" or not inputs.OF_FIRST_PASS & {*wrong}:
         yield from map(of_one_pass, loops) if stage == "second" else loops
@@ -116,12 +107,11 @@ def _of_sequences(question: Question) -> Iterator[Bug]:
 
 def _keys_of(of: Ints, own: bool, question: Question, view: View) -> View:
     """The keys of the sequences ``of`` in the place of everyone's own; ``own``: as many."""
-    b, ends = of[view.sequence], question.cu_seqlens_k[view.sequence : view.sequence + 2]
-    start, length = question.cu_seqlens_k[b], question.lengths_k[b]
-    if own:
-        start, length = ends[0], min(length, int(ends[1] - ends[0]))
-    weight = allowed(len(view.rows), length, question.mask_window)[None].astype(np.float64)
-    return replace(view, keys=np.arange(start, start + length), weight=weight)
+    b = of[view.sequence]
+    start, stop = question.cu_seqlens_k[view.sequence if own else b :][:2]
+    keys = np.arange(start, min(start + question.lengths_k[b], stop))
+    weight = allowed(len(view.rows), len(keys), question.mask_window)[None].astype(np.float64)
+    return replace(view, keys=keys, weight=weight)
 
 
 def _of_tails(question: Question) -> Iterator[Bug]:
@@ -170,14 +160,13 @@ def _owned(tile: int, stored: bool, question: Question, view: View) -> View:
 
 def _of_loops(question: Question, stage: str, wrong: set[str], b: int) -> Iterator[Bug]:
     """Operands that a loop over tiles takes from the stage of another step."""
-    of = {"backward": "dk and dv", "second": "gq, gk and gv"}.get(stage, stage)
-    of = min(wrong) if wrong in ({"dq"}, {"gq"}) else of
-    results = {"dk", "dv", "gq", "gk", "gv"}
-    results = results if " and " in of else {"out", "lse", "dq", "gq", "tout", "tlse"}
-    over = "queries" if " and " in of else "keys"
+    of = min(wrong) if wrong in ({"dq"}, {"gq"}) else stage
+    over, other, results = "keys", "queries", {"out", "lse", "dq", "gq", "tout", "tlse"}
+    if of in ("backward", "second"):
+        over, other, results = "queries", "keys", {"dk", "dv", "gq", "gk", "gv"}
     masked, lengths = question.mask_window != (-1, -1), (question.lengths_q, question.lengths_k)
     seen = allowed(lengths[0][b], lengths[1][b], question.mask_window)
-    sets = [[tuple(one.split()) for one in reads.split(", ")] for reads in READS[of]]
+    sets = [[tuple(one.split()) for one in reads.split(", ")] for reads in READS[of].split("; ")]
     moved = [set.union(*(PRODUCTS[step][2] for step, _ in reads)) & results for reads in sets]
     sets = [x for x, names in zip(sets, moved, strict=True) if names & wrong == wrong & results]
     sizes = [tile for tile in TILES[::-1] if tile < max(map(max, lengths))]  # large ones first
@@ -187,7 +176,7 @@ def _of_loops(question: Question, stage: str, wrong: set[str], b: int) -> Iterat
             loop = partial(_loop, over, tile, u, down, which)
             rows_of = tuple((rows.tobytes(), at.tobytes()) for rows, at in loop(seen))
             text = f"{words} of a loop over {tile} {over} each" + ", downwards" * down
-            text += f", for {u} {'keys' if over == 'queries' else 'queries'}" * (u < ALL)
+            text += f", for {u} {other}" * (u < ALL)
             for reads in sets:
                 told = (f"{inputs.NAMES[x]} in {PRODUCTS[step][0]}" for step, x in reads)
                 steps = {step: partial(_staged, loop, over, step, x) for step, x in reads}
@@ -222,13 +211,12 @@ def _staged(
 ) -> Floats:
     """``step`` with the rows of ``operand`` that a ``loop`` over keys or queries takes."""
     of_pairs = over == "queries" and step in OF_PAIRS
-    found, axis = None, -1 if operand in ("L", "D", "w") else -2
+    found, axis = np.array(STEPS[step](c)), -1 if operand in ("L", "D", "w") else -2
     for rows, here in loop((c.W > 0).any(axis=0)):
         tile = taken(getattr(c, operand), rows, axis, np.inf if operand == "L" else 0.0)
         if operand == "L":
             tile[..., rows == ALL] = 0.0
         x = STEPS[step](changed(c, **{operand: tile}))
-        found = x.copy() if found is None else found
         at = (slice(None), slice(None), here) if of_pairs else (slice(None), here)
         found[at] = x[at]
-    return np.asarray(STEPS[step](c) if found is None else found)
+    return found

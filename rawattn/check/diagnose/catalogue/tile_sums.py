@@ -70,12 +70,6 @@ def candidates(question: Question, stage: str, wrong: Collection[str]) -> Iterat
             yield Bug(name, text, (stage,), steps=steps)
 
 
-def listed(question: Question) -> Iterator[Bug]:
-    """Gradients of one tile alone, which fewer pairs would explain too, in more words."""
-    of_gradients = candidates(question, "backward", ("dq", "dk", "dv"))
-    return (bug for bug in of_gradients if bug.name == OVER)
-
-
 def _weights(question: Question, tile: int) -> Iterator[tuple[str, str, Weights]]:
     for name, words, factor in EVENTS:
         yield name, words, partial(_by_tile, factor, tile, 0)

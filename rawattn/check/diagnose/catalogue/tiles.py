@@ -9,7 +9,7 @@ from itertools import product
 import numpy as np
 
 from rawattn.check.diagnose.catalogue.maps import WHOLE, of_rows
-from rawattn.check.diagnose.catalogue.masks import bounds, distances
+from rawattn.check.diagnose.catalogue.masks import Window, bounds, distances
 from rawattn.check.diagnose.catalogue.partial_sums import Keys, parts_of_keys
 from rawattn.check.diagnose.catalogue.reading import stored
 from rawattn.check.diagnose.catalogue.second_order import with_values
@@ -19,19 +19,14 @@ from rawattn.check.diagnose.engine.steps import STEPS, Context, Floats
 
 # of queries (n, 1) and keys (1, m), by their places in a view, which pairs, for a size of tile
 Part = Callable[[np.ndarray, np.ndarray, int, int, int], np.ndarray]
-TAILS: dict[str, Part] = {
-    "query rows": lambda i, j, n, m, t: i >= n // t * t,
-    "keys": lambda i, j, n, m, t: j >= m // t * t,
-}
-OF_KEYS_ALONE: dict[str, Part] = {
-    "first of keys": lambda i, j, n, m, t: j // t == 0,
-    "second of keys": lambda i, j, n, m, t: j // t == 1,
-    "last of keys": lambda i, j, n, m, t: j // t == (m - 1) // t,
-    "diagonal": lambda i, j, n, m, t: j // t == (i + m - n) // t,
-}
-
-
-Weights = Callable[[Question, View, np.ndarray], Floats]
+PARTS: tuple[tuple[str, str, Part], ...] = (
+    ("tail-tile-dropped", "query rows", lambda i, j, n, m, t: i >= n // t * t),
+    ("tail-tile-dropped", "keys", lambda i, j, n, m, t: j >= m // t * t),
+    ("tile-skipped", "first of keys", lambda i, j, n, m, t: j // t == 0),
+    ("tile-skipped", "second of keys", lambda i, j, n, m, t: j // t == 1),
+    ("tile-skipped", "last of keys", lambda i, j, n, m, t: j // t == (m - 1) // t),
+    ("tile-skipped", "diagonal", lambda i, j, n, m, t: j // t == (i + m - n) // t),
+)
 EDGES = {  # of parts of the keys: class, how often a key counts, and whether it is the one behind
     "the first key behind each part counts twice": ("tile-counted-twice", 2.0, True),
     "the last key of each part counts in the next one too": ("tile-counted-twice", 2.0, False),
@@ -42,14 +37,12 @@ EDGES = {  # of parts of the keys: class, how often a key counts, and whether it
 
 def tiles(question: Question, tile: int) -> Iterator[Bug]:
     at = f"tile of {tile}"
-    for text, part in TAILS.items():
-        yield Bug("tail-tile-dropped", f"{text}, {at}", FIRST, each(_often, part, tile, 0.0))
+    for name, text, part in PARTS:
+        yield Bug(name, f"{text}, {at}", FIRST, each(_often, part, tile, 0.0))
+        if name == "tile-skipped" and tile < max(question.lengths_k):  # else everything is doubled
+            yield Bug("tile-counted-twice", f"{text}, {at}", FIRST, each(_often, part, tile, 2.0))
     if tile < max(question.lengths_q, default=0):  # else nothing is stored
         yield Bug("tail-tile-dropped", f"rows stored, {at}", store=stored(of_rows(WHOLE, tile)))
-    for text, part in OF_KEYS_ALONE.items():
-        yield Bug("tile-skipped", f"{text}, {at}", FIRST, each(_often, part, tile, 0.0))
-        if tile < max(question.lengths_k):  # else everything is doubled
-            yield Bug("tile-counted-twice", f"{text}, {at}", FIRST, each(_often, part, tile, 2.0))
 
 
 def of_splits(question: Question) -> Iterator[Bug]:
@@ -57,36 +50,32 @@ def of_splits(question: Question) -> Iterator[Bug]:
     from the start of each."""
     for at, keys in parts_of_keys(question).items():
         for words, (name, often, behind) in EDGES.items():
-            see = each(_in_parts, keys, partial(_at_edges, often, behind))
-            yield Bug(name, f"{words}: {at}", FORWARD, see)
+            yield Bug(name, f"{words}: {at}", FORWARD, each(_at_edges, keys, often, behind))
         if question.mask_window != (-1, -1):
             form = f"the mask counts keys from the start of each part: {at}"
-            yield Bug("wrong-keys", form, FORWARD, each(_in_parts, keys, _from_start))
+            yield Bug("wrong-keys", form, FORWARD, each(_from_start, keys))
 
 
-def _in_parts(keys: Keys, weights: Weights, question: Question, view: View) -> View:
-    """A view with ``weights`` of pairs, by where the part of each key starts."""
-    parts = [part for part in keys(len(view.keys)) if len(part)]
-    starts = np.concatenate([np.full(len(part), part[0]) for part in parts])
-    return replace(view, weight=weights(question, view, starts)[None].astype(np.float64))
+def _starts(keys: Keys, view: View) -> np.ndarray:
+    """Of every key where its part starts."""
+    parts = [np.full(len(part), part[:1]) for part in keys(len(view.keys))]
+    return np.concatenate([np.arange(0), *parts])
 
 
-def _at_edges(
-    often: float, behind: bool, question: Question, view: View, starts: np.ndarray
-) -> Floats:
+def _at_edges(keys: Keys, often: float, behind: bool, question: Question, view: View) -> View:
     """The key ``behind`` each edge between parts, or that before it, counts so often."""
-    first = np.append(False, np.diff(starts) > 0)
-    return np.asarray(view.weight[0] * np.where(first if behind else np.roll(first, -1), often, 1))
+    first = np.diff(_starts(keys, view), prepend=0) > 0
+    there = first if behind else np.roll(first, -1)
+    return replace(view, weight=view.weight * np.where(there, often, 1.0))
 
 
-def _from_start(question: Question, view: View, starts: np.ndarray) -> np.ndarray:
-    left, right = bounds(question)
-    distance = distances(question, view) - starts
-    return np.asarray((distance >= -left) & (distance <= right))
+def _from_start(keys: Keys, question: Question, view: View) -> View:
+    distance = distances(question, view) - _starts(keys, view)
+    seen = Window(*bounds(question)).holds(distance, distance)
+    return replace(view, weight=seen[None].astype(np.float64))
 
 
 def _often(part: Part, tile: int, factor: float, question: Question, view: View) -> View:
-    """A view in which some pairs count ``factor`` times as often."""
     n, m = len(view.rows), len(view.keys)
     i, j = np.ogrid[:n, :m]
     there = part(i, j, n, m, tile)
@@ -111,12 +100,12 @@ def _row_mask(of: Callable[[np.ndarray], np.ndarray], question: Question) -> np.
 def of_late(question: Question, rows: np.ndarray) -> Iterator[Bug]:
     """NaN in these ``rows`` (total_q, num_heads_q), where they are those without a key in the tile
     where the running maximum starts."""
-    sides = zip(("first", "last"), (False, True), bounds(question), strict=True)
-    ends = [(words, last) for words, last, side in sides if side < math.inf]
+    sides = zip(("first", "last"), bounds(question), strict=True)
+    ends = [words for words, side in sides if side < math.inf]
     packed = (t // question.group for t in (48, *TILES) if t % question.group == 0)
-    for (words, last), tile, of in product(ends, TILES, sorted({48, *TILES, *packed})):
+    for words, tile, of in product(ends, TILES, sorted({48, *TILES, *packed})):
         for more, every in {", and rows without keys": True, "": False}.items():
-            late = partial(_row_mask, partial(_late, tile, of, last, every))
+            late = partial(_row_mask, partial(_late, tile, of, words == "last", every))
             if np.array_equal(late(question), rows):
                 form = f"from the {words} visible on, {of} by {tile}{more}"
                 yield Bug("masked-tile-nan", form, FIRST, store=partial(_spoilt, late))
