@@ -121,12 +121,12 @@ def _in_slots(of: Slots, question: Question, view: View) -> View:
     return replace(view, slot=slot)
 
 
-def _by_place(own: bool, question: Question, view: View) -> View:
-    """A view with factors by a block's place in the sorted walk; ``own``: its own block counts."""
+def _by_place(order: str, own: bool, question: Question, view: View) -> View:
+    """A view with factors by a block's place in the walk; ``own``: its own block counts."""
     if view.slot is None or not question.slots:
         return view
     walked = replace(view, weight=view.weight * (own | (view.slot >= 0)))
-    place, _ = walks.in_walk(walks.ORDERS["blocks ascending"], question, walked)
+    place, _ = walks.in_walk(walks.ORDERS[order], question, walked)
     return replace(view, slot=np.where(view.slot < 0, -1, np.minimum(place, question.slots - 1)))
 
 
@@ -172,10 +172,12 @@ CHANGES: dict[str, Change] = {
     },
 }
 PLACE = "that of its place in the sorted list of blocks"
+KEPT = "that of its place among the slots that are walked, without padding and repeats"
 OTHERS: dict[str, See] = {
     "blocks ascending": listed(partial(_sorted, lambda x: x.named)),
     "padding last": listed(partial(_sorted, lambda x: ~x.is_block)),
     "of a block that is named twice that of the last slot": listed(_of_the_last),
-    PLACE: each(_by_place, False),
-    f"{PLACE}, the own one among them": each(_by_place, True),
+    PLACE: each(_by_place, "blocks ascending", False),
+    f"{PLACE}, the own one among them": each(_by_place, "blocks ascending", True),
+    KEPT: each(_by_place, "in the order of the slots", False),
 }

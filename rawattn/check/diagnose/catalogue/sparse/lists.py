@@ -118,6 +118,8 @@ TABLE: tuple[Row, ...] = (
     (COUNTS, "one slot too many", _only(lambda x: x.slots < x.limit + 1)),
     (COUNTS, "of named blocks", _only(lambda x: np.cumsum(x.is_block, axis=2) <= x.limit)),
     (CUT, "at the first -1", _ending(lambda x: x.named < 0)),
+    (CUT, "at the first that is no block of the sequence", _ending(lambda x: ~x.is_block)),
+    (CUT, "blocks behind the own", _only(lambda x: x.counted & (x.named <= x.own_block))),
     (CUT, "at the first repeat", _ending(lambda x: x.number > 0)),
     (OPEN, "in the block around the query", _uncut(lambda slot, own: slot & own)),
     (OPEN, "everywhere, the own block too", _uncut(lambda slot, own: True)),
@@ -169,7 +171,7 @@ def misread(question: Question) -> Iterator[Bug]:
     for (words, number), (what, fields) in product(places.items(), OF_PLACES.items()):
         see = listed(where(**dict.fromkeys(fields, number)))
         yield Bug(PLACE, f"{what}: {words}", see=see)
-        if fields == ("bound",):
+        if fields == ("bound",) and question.causal:
             walked = where(counted=lambda x: x.counted & (x.named <= x.own_block), bound=number)
             what = "the mask inside of blocks up to the own"
             yield Bug(PLACE, f"{what}: {words}", see=listed(walked))
