@@ -1,6 +1,6 @@
 """Bugs of what few problems have: a softcap, sinks, keys that are not in use."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from functools import partial
 
@@ -25,8 +25,11 @@ def bugs(question: Question) -> Iterator[Bug]:
         for words, (sites, values) in SLOPES.items():
             steps = {site: with_values(site, **values) for site in sites.split()}
             yield Bug("softcap-slope-omitted", words, ("second",), steps=steps)
-        wrong = {"cap": _not_squared}
-        yield Bug("softcap-slope-omitted", "1 - tanh in its place", ("jvp",), steps=wrong)
+        for words, of in CURVES.items():
+            steps = {"cap": partial(_sloped, of)}
+            yield Bug(
+                "softcap-slope-omitted", f"{words} in its place", ("second", "jvp"), steps=steps
+            )
     if question.sinks is not None:
         none = with_values("softmax", sink=lambda c: None)
         L, P, P0 = (lambda c: none(c)[0]), (lambda c: none(c)[1]), {"P0": lambda c: 0.0}
@@ -61,9 +64,17 @@ SLOPES: dict[str, tuple[str, dict[str, Step]]] = {  # steps of a double backward
 }
 
 
-def _not_squared(c: Context) -> tuple[Floats, ...]:
+Curve = Callable[[Floats, Floats, float], Floats]  # of tanh, the scores before it, and the softcap
+CURVES: dict[str, Curve] = {  # in place of 1 - tanh^2
+    "1 - tanh": lambda t, Y, cap: 1 - t,
+    "1 - S^2, of the capped score,": lambda t, Y, cap: 1 - (cap * t) ** 2,
+    "1 - (S / softcap)^2, of the score before the softcap,": lambda t, Y, cap: 1 - (Y / cap) ** 2,
+}
+
+
+def _sloped(of: Curve, c: Context) -> tuple[Floats, ...]:
     value, _, bend = STEPS["cap"](c)
-    return value, 1 - value / c.question.softcap, bend
+    return value, of(value / c.question.softcap, c.Y, c.question.softcap), bend
 
 
 def _other_sinks(question: Question) -> Iterator[Bug]:

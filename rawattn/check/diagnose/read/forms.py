@@ -33,6 +33,7 @@ TERMS: dict[str, Callable[[Array, Array, Array], Array]] = {  # of P, dP and D
 SLOPES: dict[str, Callable[[Array], Array]] = {  # of t = tanh, the capped score over the cap
     **{"": np.ones_like, "t": lambda t: t, "t^2": lambda t: t**2, "t^4": lambda t: t**4},
     "tanh(t)^2": lambda t: np.tanh(t) ** 2,
+    "artanh(t)^2": lambda t: np.arctanh(np.clip(t, -1 + 1e-9, 1 - 1e-9)) ** 2,
 }
 OVER: dict[str, Callable[[Array, Array], Array]] = {  # of tiles, from the pair's and from the last
     "the tile of {} keys at hand": lambda own, last: own == 0,
