@@ -29,6 +29,7 @@ _USUAL: dict[str, Any] = {
 _UNCAPPED = {"cap": lambda c, x: (c.Y, 1.0, 0.0)}
 _NO_SLOPE = {"cap": lambda c, x: (x[0], 1.0, 0.0)}
 _TANH_TWICE = {"cap": lambda c, x: (x[0], 1 - np.tanh(x[0] / c.question.softcap) ** 2, 0.0)}
+_BEFORE_IT = {"cap": lambda c, x: (x[0], 1 - (c.Y / c.question.softcap) ** 2, 0.0)}
 _TWICE_IN_DK = {"cap": lambda c, x: (x[0], x[1] ** 2, x[2]), "only": ("dk",)}
 _NO_SINKS = {"sink": lambda c, x: None}
 _ALL_KEYS = {"used": lambda c, x: c.given}
@@ -74,5 +75,6 @@ _TABLE: Table = (
     ("seqused-ignored: forward", "f", _ALL_KEYS),
     ("seqused-ignored: backward", "b", _ALL_KEYS),
     ("seqused-ignored: diagonal", "fbsj", {"p": lambda c, p: c.i + c.given - c.n}),
+    ("softcap-slope-omitted: of the scores before it", "b j", _BEFORE_IT),
 )
 PLANTED = plants(_TABLE, lambda on: _USUAL, _NEEDS, every={"own_beyond": True})

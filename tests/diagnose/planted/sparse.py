@@ -176,6 +176,10 @@ _FILLED = {"span": lambda t, x: (*x[:2], False), "scores": lambda c, x: np.where
 _AS_MANY = until(lambda t, s: s >= sum(0 <= b < t.blocks for b in t.named[: t.count]))
 _UNTIL_REPEAT = until(lambda t, s: 0 <= t.named[s] < t.blocks and t.named[s] in t.named[:s])
 _AS_BLOCK_0 = {"entries": lambda t, x: entries_with(t, named=[max(b, 0) for b in t.named])}
+_UNTIL_NONE = until(lambda t, s: not 0 <= t.named[s] < t.blocks)
+_TO_OWN = {
+    "entries": lambda t, x: entries_with(t, named=[b if b <= t.own else -1 for b in t.named])
+}
 _TO_LAST = {"entries": lambda t, x: entries_with(t, named=[min(b, t.blocks - 1) for b in t.named])}
 _FULL = {"entries": lambda t, x: entries_with(t, named=[full(t, b) for b in t.named])}
 _LAST_HEAD = {"dG": lambda c, x: x * (c.h % c.group == c.group - 1)}  # of those that share a gate
@@ -298,6 +302,8 @@ _LISTS: Table = (
     ("sparse-other-place: own block of 32 queries", "fb", _OWN_OF_TILE, _OWN),
     ("sparse-lists-misread: counted from 1", "fb f", misread(lambda x, *_: x - 1)),
     ("no-rescale: block by block", "f", {"softmax": added_up}),
+    ("sparse-list-cut: at what is no block", "fb b", _UNTIL_NONE, _PADDED),
+    ("sparse-list-cut: behind the own block", "fb", _TO_OWN, _OWN),
     ("tile-overwrites: the last 8 queries", "b", _LAST_8),
     ("mask-fill: 0", "f", _FILLED),
     ("input-layout or offsets-shifted: dout of first rows, dk and dv", "b", _DOUT_OF_FIRST),
