@@ -75,6 +75,6 @@ _TABLE: Table = (
     ("seqused-ignored: forward", "f", _ALL_KEYS),
     ("seqused-ignored: backward", "b", _ALL_KEYS),
     ("seqused-ignored: diagonal", "fbsj", {"p": lambda c, p: c.i + c.given - c.n}),
-    ("softcap-slope-omitted: of the scores before it", "b j", _BEFORE_IT),
+    ("softcap-slope-omitted: of the scores before it", "b", _BEFORE_IT),
 )
 PLANTED = plants(_TABLE, lambda on: _USUAL, _NEEDS, every={"own_beyond": True})

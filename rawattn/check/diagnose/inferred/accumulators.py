@@ -1,5 +1,5 @@
-"""Results that are sums of other parts than they must be, as they are read off: a tile that holds
-others too, by whole factors; gradients of keys by how often they have each head of a
+"""Results that are sums of other parts than they must be, as they are read off: a tile, or a head,
+that holds others too, by whole factors; gradients of keys by how often they have each head of a
 group; and a D of 0, by the rows of dq."""
 
 from collections.abc import Iterator
@@ -25,24 +25,28 @@ Units = np.ndarray  # (count, size): of each the rows, -1 for none
 
 
 def bugs(sample: Sample) -> Iterator[Bug]:
-    """Of each wrong result the largest tiles of which that is so."""
+    """Of each wrong result the largest tiles of which that is so, or the heads."""
     for name in (n for n in sample.wrong if n not in BY_ROW and sample.found[n].ndim == 3):
         of, truth = sample.question.sequence_of(name), by_rows(name, sample.truth[name])
-        for tile in TILES[:1:-1]:
-            units = _units(sample.question, name, tile)
+        for tile in (*TILES[:1:-1], 0):  # of 0 rows: heads
+            axis = int(not tile)
+            heads = np.arange(truth.shape[1])[:, None]
+            units = _units(sample.question, name, tile) if tile else heads
             right, found, inside = (
-                _cut(np.where(of[:, None, None] >= 0, x, 0.0), units)
+                _cut(np.where(of[:, None, None] >= 0, x, 0.0).swapaxes(0, axis), units)
                 for x in (truth, sample.found[name], np.ones_like(truth))
             )
             held = _held(right, found - right, inside > 0)
             if held is not None:
+                sequence = of[units[:, 0]] if tile else 0 * heads[:, 0]
+                unit = f"tiles of {tile} rows" if tile else "heads"
                 pairs = np.argwhere(held)[:4].tolist()
                 which = ", ".join(f"{a} has {held[a, b]:+g} of {b}" for a, b in pairs)
-                text = f"{name}: tiles of {tile} rows hold others too: {which}, ..."
-                behind = np.triu(held) * (of[units[:, :1]] != of[units[:, 0]])  # no earlier work
+                text = f"{name}: {unit} hold others too: {which}, ..."
+                behind = np.triu(held) * (sequence[:, None] != sequence)  # not of earlier work
                 bug = "offsets-shifted" if behind.any() else "accumulator-not-reset"
                 bug = "unknown" if (held < 0).any() else bug
-                store = stored(name, partial(_with, units, held))
+                store = stored(name, partial(_with, units, held, axis))
                 yield Bug(bug, text, (sample.stage,), store=store)
                 break
 
@@ -75,11 +79,11 @@ def _cut(x: Floats, units: Units) -> Floats:
     return np.asarray(np.concatenate([x, 0 * x[:1]])[units].reshape(len(units), -1))
 
 
-def _with(units: Units, held: Floats, given: Floats) -> Floats:
-    x = given.copy()
+def _with(units: Units, held: Floats, axis: int, given: Floats) -> Floats:
+    x = given.swapaxes(0, axis).copy()
     added = (held @ _cut(x, units)).reshape(*units.shape, *x.shape[1:])
     x[units[units >= 0]] += added[units >= 0]
-    return x
+    return x.swapaxes(0, axis)
 
 
 def of_heads(sample: Sample) -> Iterator[Bug]:

@@ -39,7 +39,7 @@ SECONDS = 9.0  # of an idle machine, after which no further problem is begun
 AGREEING, SETTLED = 4, 200.0  # kinds of cases; effort after which two of them are enough
 DEAR = 2000.0  # effort after which the kinds that have a name are
 SURE = ("high", "medium")
-FURTHER = ((21, 3, 50, 0, 38), (70, 9, 33))  # lengths of what is asked once more
+FURTHER = ((21, 3, 48, 0, 38), (70, 9, 32))  # lengths of what is asked once more
 UNUSED: dict[str, Any] = {"seqused_k": None, "sinks": False, "softcap": None, "causal": False}
 UNUSED |= {"window": (-1, -1), "own": False, "gate": False, "counts": False}
 LEAST = 3  # kinds of cases that are made smaller
@@ -86,18 +86,22 @@ def explain_failures(
     joined = _joined(f"{candidate.name} against {against}", found)
     findings = _as_failing(joined.findings)
     every = {str(case): case for kind, _ in found for case in kind}
-    if findings and (first := findings[0]).side == SIDE:
-        findings[0] = _asked_once_more(candidate, first, [every[name] for name in first.cases])
+    findings = [_asked_once_more(candidate, f, every[f.cases[0]]) for f in findings]
+    findings.sort(key=lambda f: (f.bug in NAMELESS, f.rank))
+    if findings and (first := findings[0]).side == SIDE and not first.sure:
+        least = _least(candidate, first, [every[name] for name in first.cases])
+        findings[0] = replace(first, least=least or first.least)
     return replace(joined, findings=tuple(findings))
 
 
-def _asked_once_more(candidate: Candidate, f: Finding, cases: Sequence[Case]) -> Finding:
-    """A finding that ``cases`` show, as sure as further problems leave it: other lengths, and none
-    of an option; with all that is wrong on the smallest problem where it is not sure."""
-    if f.confidence == "high" and (lacks := [*_lacking(candidate, f, cases[0])]):
+def _asked_once_more(candidate: Candidate, f: Finding, case: Case) -> Finding:
+    """A finding that ``case`` shows, as sure as further problems leave it: other lengths, and none
+    of an option."""
+    asked = f.side == SIDE and f.confidence == "high"
+    if asked and (lacks := [*_lacking(candidate, f, case)]):
         told = f"it does not give the numbers of other problems: {', '.join(lacks)}"
         f = replace(f, confidence="medium", evidence=(*f.evidence[:1], told, *f.evidence[1:]))
-    return f if f.sure else replace(f, least=_least(candidate, f, cases) or f.least)
+    return f
 
 
 def _lacking(candidate: Candidate, f: Finding, case: Case) -> Iterator[str]:

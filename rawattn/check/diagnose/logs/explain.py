@@ -147,15 +147,21 @@ def _rows(pair: Pair, rows: Sequence[Rows], causal: bool | None) -> Finding | No
 
 
 def _factor(pair: Pair, causal: bool | None) -> Finding | None:
-    """One factor between two sides: which one."""
-    if (slope := pair.factor) is None:
+    """One factor between two sides, or of P between their scores: which one."""
+    power = pair.power if pair.factor is None else None
+    slope = pair.factor if power is None else power
+    if slope is None:
         return None
     larger = int(abs(slope) < 1)
     ratio = 1 / slope if larger else slope
     side, other = pair.sides[larger], pair.sides[1 - larger]
     where, shape = pair.both[larger].name, pair.a.values.shape
-    count = pair.a.values.size
-    said = [f"{pair.title} = {slope:.4g} on the {count} entries that both print, a constant"]
+    what = pair.title if power is None else f"log of {pair.title}, less its mean in each row,"
+    said = [f"{what} = {slope:.4g} on the {pair.a.values.size} entries that both print, a constant"]
+    if power is not None:
+        root = f" = sqrt({round(ratio**2)})" if _near(ratio**2, round(ratio**2)) else ""
+        said.append(f"the scores of {side} are {ratio:.4g}{root} times those of {other}")
+        return finding(side, "score-scale", where, "medium", said)
     if pair.kind == "lse" and _near(ratio, LOG2_E):
         return finding(side, "lse-base-2", where, "high", [*said, f"log2(e) = {LOG2_E:.4f}"])
     if pair.kind in ("dQ", "dK") and pair.a.whole and _near(ratio, math.sqrt(shape[-1])):

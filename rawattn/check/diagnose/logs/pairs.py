@@ -10,7 +10,18 @@ from rawattn.check.diagnose.logs.printed import KINDS, Flags, Float64, Printed
 
 CONSTANT = 0.02  # what a constant slope may leave, relative, beyond the printed digits
 ROUNDING = 2.0**-8  # prints do not tell whether 16-bit tensors were cast for printing
+DIGITS = 50  # units of the last printed place, from which on a logarithm can be taken
 OF_NO_SIDE = {*KINDS, "grad", "gradient", "diff", "difference", "err", "error", "abs"}
+
+
+def factor(a: Float64, b: Float64, a_unit: float = 0.0, b_unit: float = 0.0) -> float | None:
+    """a / b by least squares where that is a constant other than 1, but for what was printed."""
+    if a.size < 4 or rms(a) <= 2 * a_unit or rms(b) <= 2 * b_unit:
+        return None
+    slope = float(a @ b) / float(b @ b)
+    digits = (a_unit**2 + (slope * b_unit) ** 2) / 12
+    constant = rms(a - slope * b) ** 2 - digits <= (CONSTANT * rms(a)) ** 2
+    return slope if constant and abs(slope - 1) > CONSTANT else None
 
 
 class Pair:
@@ -38,14 +49,22 @@ class Pair:
 
     @property
     def factor(self) -> float | None:
-        """a / b by least squares, where it is a constant other than 1, but for what was printed."""
-        (a, a_unit), (b, b_unit) = ((p.values[self.finite], p.unit) for p in self.both)
-        if a.size < 4 or rms(a) <= 2 * a_unit or rms(b) <= 2 * b_unit:
+        """a / b where that is a constant other than 1."""
+        x, y = (p.values[self.finite] for p in self.both)
+        return factor(x, y, *(p.unit for p in self.both))
+
+    @property
+    def power(self) -> float | None:
+        """By how much the scores of one side are multiplied, as its P is a power of that of the
+        other: the factor of the logarithms of P less their mean in each row."""
+        if self.kind != "P" or self.a.values.ndim < 2:
             return None
-        slope = float(a @ b) / float(b @ b)
-        digits = (a_unit**2 + (slope * b_unit) ** 2) / 12
-        constant = rms(a - slope * b) ** 2 - digits <= (CONSTANT * rms(a)) ** 2
-        return slope if constant and abs(slope - 1) > CONSTANT else None
+        there = np.all([p.values > max(DIGITS * p.unit, 1e-6) for p in self.both], axis=0)
+        count = np.maximum(there.sum(axis=-1, keepdims=True), 1)
+        logs = [np.log(np.where(there, p.values, 1.0)) for p in self.both]
+        x, y = ((z - z.sum(axis=-1, keepdims=True) / count)[there] for z in logs)
+        found = factor(x, y)
+        return found if found is not None and found > 0 else None
 
 
 def rms(values: Float64) -> float:

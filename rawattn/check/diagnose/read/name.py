@@ -222,7 +222,7 @@ def _is_so(said: Said, question: Question, answers: Answers) -> bool:
 def _elsewhere(of: Callable[[Ask, Question], Any], ask: Ask, question: Question) -> Any:
     """What is read on other lengths; where they are refused, on multiples of such as it takes."""
     try:
-        return of(ask, problem(question, 1, other=1))
+        return of(ask, problem(question, 1, other=4))
     except Refused:
         multiple = math.gcd(*question.lengths_q, *question.lengths_k)
         return of(ask, problem(question, 1, other=multiple))
