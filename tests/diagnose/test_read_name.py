@@ -105,7 +105,7 @@ _FORWARD: dict[str, tuple[Any, ...]] = {
     "j < i": (window(right=-1), "misses keys: j - i = 0 "),
     "window": (window(left=-1), "misses keys: j - i = -16", WINDOW),
     "wide": (window(left=3), "-19 <= j - i <= -17", WINDOW),
-    "tail tile": (times(lambda c: c.j < c.m // 16 * 16), "(seqlen_k - 1) // 16 - j // 16 = 0"),
+    "tail tile": (times(lambda c: c.j < c.m // 16 * 16), "j - seqlen_k // 16 * 16 >= 0"),
     "open tile": (_OPEN_TILE, "keys: j // 16 - i // 16 = 0"),
     "skipped": (times(lambda c: (c.j // 16 != 1) | (c.i < 40)), "<= j <= 31 and i >= 40"),
     "dilated": (times(lambda c: (c.j - c.p) % 2 == 0), "(j - i) % 2 = 1"),
