@@ -99,8 +99,8 @@ def tiles(question: Question) -> dict[str, Cut]:
 def splits(question: Question) -> dict[str, Cut]:
     if question.sparse:
         return walks.splits(question)
-    every = {f"parts of each {n}th key": partial(_strided, n) for n in STRIDES}
-    cuts = parts_of_keys(question) | every
+    cuts = parts_of_keys(question)
+    cuts |= {f"parts of each {n}th key": partial(_strided, n) for n in STRIDES}
     return {text: partial(_cut, keys, 1) for text, keys in cuts.items()}
 
 

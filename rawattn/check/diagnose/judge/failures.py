@@ -36,9 +36,8 @@ from rawattn.check.sparse_tensors import SparseTensors
 SIDE = "candidate"
 PAIRS = 400_000  # of queries and keys, over all heads: a case beyond is not looked at itself
 SECONDS = 9.0  # of an idle machine, after which no further problem is begun
-AGREEING, SETTLED = 4, 200.0  # kinds of cases; effort after which two of them are enough
-DEAR = 2000.0  # effort after which the kinds that have a name are
-SURE = ("high", "medium")
+AGREEING, SETTLED, DEAR = 4, 200.0, 2000.0  # kinds of cases; effort after which 2, 1 are enough
+SURE, COARSE = ("high", "medium"), "narrow-intermediate"
 FURTHER = ((21, 3, 48, 0, 38), (70, 9, 32))  # lengths of what is asked once more
 UNUSED: dict[str, Any] = {"seqused_k": None, "sinks": False, "softcap": None, "causal": False}
 UNUSED |= {"window": (-1, -1), "own": False, "gate": False, "counts": False}
@@ -171,7 +170,7 @@ def _as_failing(findings: Sequence[Finding]) -> list[Finding]:
         return [*findings]
     found = []
     for one in findings:
-        bug = "narrow-intermediate" if one.form else "unknown"
+        bug = COARSE if one.form else "unknown"
         title = f"results are less exact than is allowed, {one.title.rpartition(': ')[2]}"
         title = f"{CLASSES[bug].title}: {one.form}" if one.form else title
         found.append(replace(one, bug=bug, title=title, confidence="medium"))
@@ -335,11 +334,13 @@ Kind = tuple[list[Case], Diagnosis]  # cases of one kind, and what was found
 
 
 def _agree(found: Sequence[Kind], effort: float) -> bool:
-    """Whether enough kinds of cases show the same bugs: many if others differ, at little cost."""
-    said = [{(f.side, f.bug) for f in of.findings if _has_name(f)} for _, of in found]
+    """Whether enough kinds of cases show the same bugs; coarse numbers may hide others at first."""
+    dear = effort > DEAR
+    told = [filter(_has_name, of.findings) for _, of in found]
+    said = [{(f.side, f.bug) for f in of if dear or f.sure or f.bug != COARSE} for of in told]
     same = max(map(said.count, filter(None, said)), default=0)
     few = 2 if same == len(found) and effort > SETTLED else AGREEING
-    return same >= (1 if effort > DEAR else few)
+    return same >= (1 if dear else few)
 
 
 def _joined(title: str, found: Sequence[Kind]) -> Diagnosis:

@@ -173,8 +173,7 @@ def misread(question: Question) -> Iterator[Bug]:
         yield Bug(PLACE, f"{what}: {words}", see=see)
         if fields == ("bound",) and question.causal:
             walked = where(counted=lambda x: x.counted & (x.named <= x.own_block), bound=number)
-            what = "the mask inside of blocks up to the own"
-            yield Bug(PLACE, f"{what}: {words}", see=listed(walked))
+            yield Bug(PLACE, f"the mask in blocks up to the own: {words}", see=listed(walked))
 
 
 def maps_of(question: Question) -> Iterator[maps.Map]:
