@@ -199,9 +199,9 @@ def _found(
     evidence = [_said(name, parts, form, must), *[CUT] * cut]
     clear = not cut and not others and not any(part.verdict.unexplained for part in parts)
     summed = name == "rows-not-written" and {*wrong} <= {*OF_KEYS}  # over queries, maybe none
-    clear = clear and _in_numbers(wrong) and not summed and not form.endswith(match.INEXACT)
+    clear = clear and _in_numbers(wrong) and not summed
+    clear = clear and not any(words in form for words in match.INEXACT)
     clear = clear and not (name in OF_LENGTHS and _sequences(question, wrong) <= OF_LENGTHS[name])
-    clear = clear and "the first tile alone" not in form  # few rows or keys may be in it
     where = f"{where}: {', '.join(wrong or works)}"
     given = side, name, where, "high" if clear else "medium", evidence, tuple(others)
     forms, *more = (part.verdict.forms(name, part.tensors) for part in parts)

@@ -35,7 +35,7 @@ OF_ZEROS = 2  # classes that may explain zeros, for one of them to be named
 SHARE = 2.0**-6  # of the size of a row: what another one is off by
 ROWS = 4  # wrong ones, at least, for a bug to be one of these alone
 ELSEWHERE = "; all else is right"
-INEXACT = (ELSEWHERE, "and of no others", "or are not written")  # forms that tell no cause
+INEXACT = (ELSEWHERE, "and of no others", "or are not written", "the first tile alone")  # no cause
 BETTER = 0.95  # of the residual, at most, that a bug leaves where it is the reason
 FAR = 0.3  # residual of what no rounding explains
 # Tensors of one loop, which a bug of that loop changes together.
