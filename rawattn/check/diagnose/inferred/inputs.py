@@ -1,6 +1,7 @@
 """Which bug of what is read, or where results are stored? Hundreds of listed ones are tried on one
 sequence; constants and orders of rows, which are too many to list, are read off."""
 
+import itertools
 import math
 from collections.abc import Iterator
 from functools import partial
@@ -24,17 +25,19 @@ CLOSE = 5e-5  # a number that is as near to another as this is that one
 MOST = 6000  # rows whose order is looked for
 
 
-def bugs(question: Question, answers: Answers, stage: str) -> Iterator[Bug]:
-    """Bugs read off the answers of ``stage``; none where nothing can be read."""
-    for given in _givens(question, answers, stage):
-        sample = Sample(question, answers, stage, given)
-        wrong = sample.wrong.keys()
-        if not wrong:
-            return
+def numbers(question: Question, answers: Answers, stage: str) -> Iterator[Bug]:
+    """Bugs whose numbers are read off the answers of ``stage``; none where nothing can be read."""
+    for sample in _samples(question, answers, stage):
         yield from _constants(sample)
         yield from accumulators.bugs(sample)
         yield from chain(accumulators.of_heads(sample), accumulators.without_D(sample))
         yield from _rearranged(sample)
+
+
+def bugs(question: Question, answers: Answers, stage: str) -> Iterator[Bug]:
+    """Of many bugs of one kind those that come near the answers of ``stage``."""
+    for sample in _samples(question, answers, stage):
+        wrong = sample.wrong.keys()
         right, first = sample.found.keys() - wrong, sample.sequence
         listed = chain(
             selection.candidates(question, stage, wrong) if question.sparse else (),
@@ -47,13 +50,15 @@ def bugs(question: Question, answers: Answers, stage: str) -> Iterator[Bug]:
         yield from sample.near(listed, YIELDED, spent() + EFFORT)
 
 
-def _givens(question: Question, answers: Answers, stage: str) -> Iterator[Given]:
-    """The out and lse that a backward pass may have had; None for those of the right forward."""
+def _samples(question: Question, answers: Answers, stage: str) -> Iterator[Sample]:
+    """With the out and lse that a backward pass may have had, those where something is wrong."""
     given = None if stage in ("forward", "jvp") else question.given_to_backward(answers)
-    yield given
+    every: list[Given] = [given]
     if given is not None and question.passed is None and is_wrong(question, given):
         right = solve(question, "forward")
-        yield right["out"], right["lse"]
+        every.append((right["out"], right["lse"]))
+    samples = (Sample(question, answers, stage, one) for one in every)
+    yield from itertools.takewhile(lambda sample: sample.wrong, samples)
 
 
 def _constants(sample: Sample) -> Iterator[Bug]:

@@ -10,7 +10,7 @@ import math
 import warnings
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from functools import cached_property, partial
+from functools import cache, cached_property, partial
 from typing import NamedTuple
 
 import ml_dtypes
@@ -46,9 +46,13 @@ KERNELS = (
 GENERIC = ("wrong-keys", "sparse-inverted-lists", "unknown")  # what others say more exactly
 LOOSE = (*GENERIC, "denominator", "pairs-dropped")  # of what is read, likewise
 BEYOND = ("second", "jvp")
-INFERRED = (online, inputs, unwritten)
+INFERRED = (online.bugs, inputs.numbers, inputs.bugs, unwritten.bugs)
+QUICK = 2  # of these, which cost next to nothing
 BY_OUT = {"tO": second_order.by_given_out}  # a double backward may use the out that it was given
 RIGHT = (NO_BUG, replace(NO_BUG, steps=BY_OUT))
+
+
+Search = Callable[[Question, Answers, str], Iterable[Bug]]
 
 
 @dataclass(frozen=True, eq=False)
@@ -155,6 +159,7 @@ class Stage:
         self.telling = {name for name in self.tensors if self._tells(name)}
         self.distances: dict[tuple[Prediction, str], float] = {}
         self.noisy: dict[tuple[Prediction, str], Answers] = {}  # by precision
+        self.fits: dict[tuple[Prediction, str, str], Fit] = {}
 
     def verdict(self) -> "StageVerdict | None":
         """What is wrong with it; None where there is nothing of it."""
@@ -192,7 +197,8 @@ class Stage:
         yield self.usual
         if self.of_terms:
             yield [*self.usual, *self.of_terms]
-        yield self.every
+        for count in range(1, 1 + len(self.families)):
+            yield [*self.usual, *self.of_terms, *self._of_families(count)]
         if not over(self.until):
             yield self.of_some_rows
 
@@ -230,19 +236,37 @@ class Stage:
     def listed(self) -> tuple[Bug, ...]:
         return tuple(bug for bug in catalogue(self.question, self.stage) if self.allows(bug))
 
-    @cached_property
-    def every(self) -> list[Prediction]:
-        """Also those that answers tell, that no rule says, and of other inputs of a backward."""
-        bugs = [bug for bug in self.read if not any(bug is one for one in self.hints)]
-        for of in INFERRED if not over(self.until) else ():
-            with _searching():
-                bugs += of.bugs(*self.asked)
-        bugs = [bug for bug in bugs if self.stage in bug.stages and self.allows(bug)]
-        found = [*self.usual, *self.of_terms, *self.planted(bugs), *self.with_other_inputs(bugs)]
-        others = self.with_other_inputs(self.listed)
-        return [*found, *itertools.takewhile(lambda _: not over(self.until), others)]
-
     @property
+    def every(self) -> list[Prediction]:
+        """All that are tried."""
+        return [*self.usual, *self.of_terms, *self._of_families(len(self.families))]
+
+    def _of_families(self, count: int) -> list[Prediction]:
+        """Of so many families."""
+        return [guess for of in self.families[:count] for guess in of()]
+
+    @cached_property
+    def families(self) -> list[Callable[[], list[Prediction]]]:
+        """What else is tried, the cheapest first: what was read, that no rule says; what answers
+        tell; listed bugs with the out and lse of another forward pass."""
+        read = [bug for bug in self.read if not any(bug is one for one in self.hints)]
+        families = [cache(partial(self._inferred, read, INFERRED[:QUICK]))]
+        families += [cache(partial(self._inferred, [], [of])) for of in INFERRED[QUICK:]]
+        return [*families, cache(self._of_others)]
+
+    def _inferred(self, bugs: list[Bug], searches: Iterable[Search]) -> list[Prediction]:
+        """Predictions of ``bugs``, and of those that searches of the answers give."""
+        for of in searches if not over(self.until) else ():
+            with _searching():
+                bugs = [*bugs, *of(*self.asked)]
+        bugs = [bug for bug in bugs if self.stage in bug.stages and self.allows(bug)]
+        return [*self.planted(bugs), *self.with_other_inputs(bugs)]
+
+    def _of_others(self) -> list[Prediction]:
+        others = self.with_other_inputs(self.listed)
+        return [*itertools.takewhile(lambda _: not over(self.until), others)]
+
+    @cached_property
     def of_some_rows(self) -> list[Prediction]:
         """What a bug gives in wrong rows, right ones elsewhere: of some heads, tiles or lanes."""
         bad = {name: rows for name in self.tensors if (rows := self.bad(name)).sum() >= ROWS}
@@ -325,12 +349,15 @@ class Stage:
         if key not in self.noisy:
             given, how = guess.given, precision.rounding
             self.noisy[key] = solve(self.question, self.stage, guess.bug, given=given, rounding=how)
-        spend(OF_A_FIT)
-        of = self.question, name, self.found[name], guess.answers[name], self.noisy[key][name]
-        found = fit(*of, precision.factor, self.rows[name], self.sizes.get(name, 0.0))
-        # rows that cancel scatter more where operands are coarse
-        coarse = precision.name != self.finest.name
-        return found._replace(worst=found.worst / 2) if coarse else found
+        if (*key, name) not in self.fits:
+            spend(OF_A_FIT)
+            of = self.question, name, self.found[name], guess.answers[name], self.noisy[key][name]
+            found = fit(*of, precision.factor, self.rows[name], self.sizes.get(name, 0.0))
+            # rows that cancel scatter more where operands are coarse
+            coarse = precision.name != self.finest.name
+            found = found._replace(worst=found.worst / 2) if coarse else found
+            self.fits[*key, name] = found
+        return self.fits[*key, name]
 
     def relative(self, guess: Prediction, name: str) -> float:
         key = (guess, name)

@@ -26,6 +26,7 @@ from rawattn.check.diagnose.judge.proofs import finding
 CHUNKS = (1, 4, 8, 16, 32, 64, 128, 2**40)  # keys that are added up at once
 LOWEST = -600.0  # of a running maximum: less than any score, and exp(-LOWEST) is a number
 FOLLOWS = 0.5  # correlation of an error with a predicted one that names its cause
+FAR_ONLINE = 0.1  # of the size: more is lost by no 16 bits that go from tile to tile
 FEW = 16  # numbers that an error must change, for it to follow anything
 NARROWS = 0.4  # of an error: what an intermediate that is rounded may leave of it
 EXACT = 0.01  # the same, beyond doubt
@@ -123,8 +124,9 @@ def narrowed(verdict: StageVerdict, tensors: Sequence[str]) -> tuple[str, str, f
     best = (0, 0, NARROWS, "", "")  # how many tensors, how many not, what is left of their errors
     coarse = {*tensors} - {*good(verdict.work.right_at(verdict.work.finest))}
     ways = [verdict.work.finest.rounding] * (question.dtype.itemsize == 2) + [NONE]
-    loops = _of_loops(question) if stage == "forward" else ()
-    for how in ways:
+    fine = stage == "forward" and all(verdict.null[n].relative < FAR_ONLINE for n in tensors)
+    for how in ways:  # loops, which are dear, with the first one alone
+        loops = _of_loops(question) if fine and how is ways[0] else ()
         for form, of in _followed(verdict, tensors, how, itertools.chain(_roundings(stage), loops)):
             left = {n: 1 + by**2 - 2 * like * by for n, (like, by) in of.items() if by > 1 / 4}
             # what one tensor shows to the last digit, others need not, but of many alike
