@@ -39,7 +39,7 @@ def bugs(question: Question, answers: Answers, stage: str) -> Iterator[Bug]:
     for sample in _samples(question, answers, stage):
         wrong = sample.wrong.keys()
         right, first = sample.found.keys() - wrong, sample.sequence
-        listed = chain(
+        families = (
             selection.candidates(question, stage, wrong) if question.sparse else (),
             tile_sums.candidates(question, stage, wrong),
             tiles.of_splits(question) if stage == "forward" and not question.sparse else (),
@@ -47,7 +47,7 @@ def bugs(question: Question, answers: Answers, stage: str) -> Iterator[Bug]:
             inputs.candidates(question, stage, wrong, right, first),
             stages.candidates(question, stage, wrong, first),
         )
-        yield from sample.near(listed, YIELDED, spent() + EFFORT)
+        yield from sample.near(families, YIELDED, spent() + EFFORT)
 
 
 def _samples(question: Question, answers: Answers, stage: str) -> Iterator[Sample]:

@@ -1,6 +1,7 @@
 """One sequence, on which many bugs are tried at little cost. A bug that comes near there is worth a
 prediction of the whole; the others are never asked for."""
 
+import itertools
 from collections.abc import Callable, Iterable
 
 import numpy as np
@@ -123,20 +124,24 @@ class Sample:
         with np.errstate(all="ignore"):
             return solve(self.question, self.stage, bug, given=self.given, only=only)
 
-    def near(self, bugs: Iterable[Bug], each: int, until: float) -> list[Bug]:
+    def near(self, families: Iterable[Iterable[Bug]], each: int, until: float) -> list[Bug]:
         """Of those that come near on one of the wrong answers so many for each of these, by all of
-        it; from ``until`` on, by effort.spent(), none is tried."""
+        it. No further family is tried once one gives all answers, and nothing from ``until`` on, by
+        effort.spent()."""
         found: list[tuple[dict[str, float], Bug]] = []
         known: dict[object, dict[str, float]] = {}
-        for bug in bugs:
-            if over(until):
+        for family in families:
+            for bug in itertools.takewhile(lambda _: not over(until), family):
+                if bug.alike is None or bug.alike not in known:
+                    known[bug.alike] = self._of(bug)
+                left = known[bug.alike]
+                near = {n: left[n] for n in self.wrong if left[n] < min(FAR, CLEARS * self.left[n])}
+                if near:
+                    found.append((near, bug))
+            if any(
+                all(of.get(n, 1.0) < noise for n, noise in self.wrong.items()) for of, _ in found
+            ):
                 break
-            if bug.alike is None or bug.alike not in known:
-                known[bug.alike] = self._of(bug)
-            left = known[bug.alike]
-            near = {n: left[n] for n in self.wrong if left[n] < min(FAR, CLEARS * self.left[n])}
-            if near:
-                found.append((near, bug))
         best: dict[int, Bug] = {}
         for name in self.wrong:
             first = sorted((one for one in found if name in one[0]), key=lambda one: one[0][name])

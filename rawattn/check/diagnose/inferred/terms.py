@@ -43,7 +43,7 @@ def bugs(question: Question, answers: Answers, stage: str) -> Iterator[Bug]:
     for bug in _alone(sample, [one._replace(of=partial(_of_pass, one, first)) for one in terms]):
         words = f"in the {'first' if first else 'second'} pass alone"
         yield replace(bug, variant=f"{bug.variant}, {words}")
-    yield from sample.near(_of_masks(question, first), MOST, spent() + EFFORT)
+    yield from sample.near([_of_masks(question, first)], MOST, spent() + EFFORT)
 
 
 def _of_pass(term: Term, first: bool, factor: float) -> dict[str, Step]:
