@@ -66,7 +66,7 @@ def explain_failures(
     begun = spent()
     until = begun + 1000 * seconds
     found: list[Kind] = []
-    known, dtypes = UNREAD, set[str]()
+    known, brief, dtypes = UNREAD, False, set[str]()
     for kind in kinds.values():
         if found and (spent() > until or _agree(found, spent() - begun)):
             break
@@ -74,12 +74,12 @@ def explain_failures(
         if lost and kind[0].dtype in dtypes:
             continue
         dtypes |= {kind[0].dtype} if lost else set()
-        asked = partial(explain_failure, sides, kind[0])
+        asked = partial(explain_failure, sides, kind[0], brief=brief)
         again = (of for _, of in found if other is None and _explains(candidate, of, kind[0]))
         diagnosis = next(again, None) or asked(until=0.0 if lost else until, known=known)
         sure = [f for f in diagnosis.findings if f.confidence in SURE and not f.alternatives]
         names = {f.bug for f in sure if f.form is not None} - {*NAMELESS}
-        known = Readings(shown=known.shown | names)
+        known, brief = Readings(shown=known.shown | names), brief or any(f.sure for f in sure)
         if not lost or _named(diagnosis):
             found.append((kind, diagnosis))
     joined = _joined(f"{candidate.name} against {against}", found)
@@ -178,11 +178,17 @@ def _as_failing(findings: Sequence[Finding]) -> list[Finding]:
 
 
 def explain_failure(
-    sides: dict[str, Candidate], case: Case, *, until: float = math.inf, known: Readings = UNREAD
+    sides: dict[str, Candidate],
+    case: Case,
+    *,
+    until: float = math.inf,
+    known: Readings = UNREAD,
+    brief: bool = False,
 ) -> Diagnosis:
     """What is wrong with SIDE, which fails on ``case``. The case itself is looked at where the
     small problem shows no bug that has a name, unless it is ``until`` by effort.spent(). known: of
-    other cases; where rules were all that these showed, no more is searched for."""
+    other cases; where rules were all that these showed, no more is searched for. brief: only what
+    is listed and read is tried, since others have shown what is sure."""
     candidate, look = sides[SIDE], partial(_asked, sides)
     asked = question_of(candidate.fit(small(case)), clean=True)
     if known.shown:  # what it is for others to agree, first
@@ -192,11 +198,11 @@ def explain_failure(
             return best
     told = _read(candidate, asked) if spent() < until else UNREAD
     of_rules = known.shown and known.shown <= {*LOOSE}
-    best = look(asked, until=0.0 if of_rules else until, told=told)
+    best = look(asked, until=0.0 if of_rules or brief else until, told=told)
     if not best.findings and (trapped := of_traps(candidate, case, SIDE)):
         return replace(best, findings=tuple(trapped))
     if not _named(best) and sum(costs_of(case)) <= PAIRS and spent() < until:
-        of_traps_alone = 0.0 if best.findings else until  # else it was looked for already
+        of_traps_alone = 0.0 if best.findings or brief else until  # else it was looked for already
         own = look(question_of(candidate.fit(case)), until=of_traps_alone, told=told)
         best = own if _named(own) or not best.findings else best
     if best.findings:
