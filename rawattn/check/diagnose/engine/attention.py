@@ -95,7 +95,7 @@ Store = Callable[[Question, Answers], Answers]
 Only = Callable[[View], bool]
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Bug:
     """A bug of class ``name`` in one of its ``variant`` forms, planted in some stages. alike: bugs
     with equal ones do the same to the sequence that they are tried on first."""

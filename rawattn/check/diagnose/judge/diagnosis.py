@@ -125,13 +125,12 @@ def _judge(
     verdicts: list[StageVerdict] = []
     hints = told.general
     for stage in question.stages:
-        known = hints, told.bugs, told.shown, partial(told.allows, stage=stage)
-        verdict = Stage(question, answers, stage, until, *known).verdict()
+        verdict = Stage(question, answers, stage, until, told, hints).verdict()
         if verdict is not None:
             verdicts.append(verdict)
             if verdict.explained and not verdict.unexplained:
                 hints.append(verdict.explained[0].prediction.bug)
-    sound = {", ".join(of.tensors): of.precision for of in verdicts if of.sound}
+    sound = {", ".join(of.right): of.precision for of in verdicts if of.sound}
     facts = [f"{side}: {names} right, with rounding as of {of}" for names, of in sound.items()]
     facts += [f"{side}: {verdict.stage}: {CUT}" for verdict in verdicts if verdict.cut]
     findings = _resolve(question, side, verdicts)

@@ -8,7 +8,7 @@ import contextlib
 import itertools
 import math
 import warnings
-from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
 from typing import NamedTuple
@@ -27,6 +27,7 @@ from rawattn.check.diagnose.evidence.structure import where
 from rawattn.check.diagnose.evidence.support import NO_RULE
 from rawattn.check.diagnose.inferred import inputs, online, terms, unwritten
 from rawattn.check.diagnose.inferred.sample import Sample, in_rows, is_wrong
+from rawattn.check.diagnose.read.name import UNREAD, Readings
 
 NEAREST = 12  # predictions whose noise is computed, for each tensor
 OF_A_DISTANCE, OF_A_FIT = 0.1, 0.6
@@ -122,9 +123,8 @@ class Stage:
     """What a side says to one stage, what is right, and the fits, computed when asked for. asked:
     question, answers and stage. found: its arrays. rights: predictions without a bug, of other
     sources. rows: those that can be judged. From ``until`` on, by effort.spent(), only the usual
-    bugs are tried. hints: the bugs that other stages have; shown: classes of bugs that other
-    problems have; told: what was read of the function: nothing else is tried where these explain
-    everything and have a name. allows: whether a bug may be what was read."""
+    bugs are tried. hints: the bugs that other stages have. readings: of the function: nothing else
+    is tried where what was ``told`` or shown explains everything and has a name."""
 
     def __init__(
         self,
@@ -132,16 +132,15 @@ class Stage:
         answers: Answers,
         stage: str,
         until: float,
+        readings: Readings = UNREAD,
         hints: Sequence[Bug] = (),
-        told: Sequence[Bug] = (),
-        shown: Collection[str] = (),
-        allows: Callable[[Bug], bool] = bool,
     ) -> None:
         self.question, self.answers, self.stage = self.asked = question, answers, stage
         self.given = None if stage in ("forward", "jvp") else question.given_to_backward(answers)
-        self.until, self.shown, self.allows = until, shown, allows
+        self.until, self.shown = until, readings.shown
+        self.allows = partial(readings.allows, stage=stage)
         self.hints = [bug for bug in hints if stage in bug.stages]
-        self.read = [bug for bug in told if stage in bug.stages]
+        self.read = [bug for bug in readings.bugs if stage in bug.stages]
         # of what was read: masks are told by listed bugs in fewer words
         told = [bug for bug in self.read if bug.name not in LOOSE]
         self.told = [bug for bug in told if bug.see is None or bug.name.startswith("sparse-")]
@@ -233,7 +232,7 @@ class Stage:
     @cached_property
     def every(self) -> list[Prediction]:
         """Also those that answers tell, that no rule says, and of other inputs of a backward."""
-        bugs = [bug for bug in self.read if not any(bug is one for one in self.hints)]
+        bugs = [bug for bug in self.read if bug not in self.hints]
         for of in INFERRED if not over(self.until) else ():
             with _searching():
                 bugs += of.bugs(*self.asked)
@@ -366,12 +365,8 @@ class StageVerdict:
         return self.work.stage
 
     @property
-    def tensors(self) -> tuple[str, ...]:
-        return self.work.tensors
-
-    @property
     def sound(self) -> bool:
-        return len(self.right) == len(self.tensors)
+        return len(self.right) == len(self.work.tensors)
 
     @property
     def parts(self) -> dict[tuple[str, ...], dict[str, Explained]]:
@@ -448,8 +443,10 @@ def _explain(
         fitting = good(fits)
         better = [n for n in wrong if work.relative(guess, n) < BETTER * null_of[n]]
         explained = tuple(name for name in better if name in fitting)
-        # tensors are stored each for itself; what is computed for one is for others too
-        ruled_out = guess.bug.store is None and _ruled_out({*right} - {*fitting}, {*wrong})
+        # tensors are stored each for itself; what is computed for one is for others of its kernel
+        # too: dv is right, so that what is wrong with dk is not P
+        changed = {*right} - {*fitting} if guess.bug.store is None else set[str]()
+        ruled_out = any(changed & kernel and {*wrong} & kernel for kernel in KERNELS)
         if len(fitting) == len(work.tensors) and explained == wrong:
             whole.append(Explained(guess, work.tensors, fits))
         elif explained and not ruled_out and work.leaves(guess, {*wrong} - {*explained}):
@@ -459,9 +456,10 @@ def _explain(
         whole = [e for e in whole if NO_RULE not in e.prediction.bug.variant]
     if _generic(work, whole):  # bugs of one kernel say more exactly than rules
         whole = [*(e._replace(tensors=wrong) for e in whole), *parts]
-    read = {id(bug) for bug in work.read}  # listed ones say the same in fewer words
+
+    # what is listed says the same as what was read in fewer words
     found = sorted(
-        whole, key=lambda e: (-len(e.tensors), e.rms > 1.5, id(e.prediction.bug) in read, e.rms)
+        whole, key=lambda e: (-len(e.tensors), e.rms > 1.5, e.prediction.bug in work.read, e.rms)
     )
     left = set(wrong)
     chosen: list[Explained] = []
@@ -472,9 +470,3 @@ def _explain(
         return None
     unexplained = tuple(name for name in wrong if name in left)
     return StageVerdict(work, precision.name, right, tuple(chosen), unexplained, null)
-
-
-def _ruled_out(changed: set[str], wrong: set[str]) -> bool:
-    """Whether a bug would change a tensor that is right, of a kernel that has a wrong one: dv is
-    right, so that what is wrong with dk is not P."""
-    return any(changed & kernel and wrong & kernel for kernel in KERNELS)

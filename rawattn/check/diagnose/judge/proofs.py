@@ -172,7 +172,7 @@ def of_structure(verdict: StageVerdict, side: str) -> Finding:
         told = [f"{nan} rows have NaN"] if nan else []
         told += structure.where(question, name, work.bad(name))
         said.append(f"{name}: {'; '.join(told)}")
-    judged = {*names, *verdict.right} == {*verdict.tensors} >= {*NEEDED.get(verdict.stage, names)}
+    judged = {*names, *verdict.right} == {*work.tensors} >= {*NEEDED.get(verdict.stage, names)}
     look_at = CONCLUSIONS.get(names, "") if judged else ""
     return finding(side, "unknown", where, "low", said, look_at=look_at)
 

@@ -53,12 +53,12 @@ def of_right(verdict: StageVerdict, side: str, *, zeros: bool) -> list[Finding]:
     finest, narrow = verdict.work.finest.name, verdict.work.question.dtype.itemsize == 2
     if not verdict.sound or verdict.precision == finest:
         return []
-    form, told, left = narrowed(verdict, verdict.tensors)
-    if not (zeros or left < EXACT) and (found := in_16_bits(verdict, side, verdict.tensors)):
+    form, told, left = narrowed(verdict, verdict.right)
+    if not (zeros or left < EXACT) and (found := in_16_bits(verdict, side, verdict.right)):
         return found
-    off = {name: verdict.null[name].relative for name in verdict.tensors}
+    off = {name: verdict.null[name].relative for name in verdict.right}
     most = max(off, key=lambda name: off[name])
-    said = f"{', '.join(verdict.tensors)} are right to the rounding of {verdict.precision}, not to "
+    said = f"{', '.join(verdict.right)} are right to the rounding of {verdict.precision}, not to "
     said += f"that of {finest}: {most} is off by {off[most]:.1g} of its size"
     where = f"{verdict.stage}: {', '.join(name for name in off if off[name] > off[most] / 8)}"
     # float16 may be TF32, which is allowed of float32 operands and has as many bits: of all of them
