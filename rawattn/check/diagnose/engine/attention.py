@@ -21,7 +21,6 @@ __all__ = ["STEPS", "Context", "Floats", "Step", "changed"]  # too
 
 
 def exact(x: Floats) -> Floats:
-    """No rounding."""
     return x
 
 
@@ -138,8 +137,7 @@ def views_of(question: Question, sliding: bool = False) -> tuple[View, ...]:
 def sparse_views(
     question: Question, lists: Lists | None = None, like: Sequence[View] | None = None
 ) -> Iterator[View]:
-    """Those of block-sparse attention, whose queries walk ``lists``, by default the right ones;
-    ``like``: those of the same sequences and heads alone."""
+    """Of queries that walk ``lists``, by default the right ones; of heads of ``like`` alone."""
     wanted = None if like is None else {(view.sequence, view.head_kv) for view in like}
     lists = lists_of(question) if lists is None else lists
     for b, rows, keys in sequences(question):
@@ -166,7 +164,6 @@ def sequences(question: Question) -> Iterator[tuple[int, np.ndarray, np.ndarray]
 
 
 def heads_of(question: Question, head_kv: int) -> np.ndarray:
-    """The query heads of a key/value head."""
     return np.arange(head_kv * question.group, (head_kv + 1) * question.group)
 
 

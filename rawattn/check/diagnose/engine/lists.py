@@ -83,7 +83,6 @@ class Lists:
 
     @property
     def has_own(self) -> Ints:
-        """Whether there is an own block to walk."""
         return np.asarray(self.own & (self.own_block >= 0) & (self.own_block < self.blocks))
 
     @cached_property

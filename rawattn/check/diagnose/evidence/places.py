@@ -89,8 +89,7 @@ class Places:
 
     @cached_property
     def slots(self) -> Array:
-        """(total_q, total_k), of block-sparse attention: which slot names the key's block; OWN of
-        the query's own block where none does, ABSENT of others."""
+        """(total_q, total_k): the slot that names the key's block, OWN of the own one, ABSENT."""
         return np.asarray(_slots(self.question)[self.selection][self.query[:, 0]])
 
     @cached_property
@@ -166,8 +165,7 @@ class Places:
     @cached_property
     def loops(self) -> dict[str, Callable[[], Array]]:
         """Bounds of loops over tiles of keys, as the first and the last row of a tile of queries
-        have them, and of loops over tiles of queries as keys have them: how many tiles a pair is
-        behind. These are tried where no plain feature tells."""
+        have them, and of loops over tiles of queries as keys have them: tiles a pair is behind."""
         own = "i" if self.aligned else "p"
         (left, right), shift = self.question.mask_window, self.m - self.n
         sides = {"": 0, "window_left": -max(left, 0), "window_right": max(right, 0)}

@@ -28,7 +28,6 @@ class Precision(NamedTuple):
 
 
 def to_dtype(dtype: type) -> Callable[[Floats], Floats]:
-    """Rounded to the numbers of a dtype."""
 
     def r(x: Floats) -> Floats:
         with np.errstate(all="ignore"):
@@ -169,8 +168,7 @@ def fit(
     rows: np.ndarray,
     went_in: Floats | float = 0.0,
 ) -> Fit:
-    """``found`` against the prediction ``wanted``, whose noise shows in ``rounded``. went_in:
-    ``sizes`` of the tensor's rows."""
+    """``found`` against ``wanted``, whose noise shows in ``rounded``; went_in: sizes of rows."""
     a, b, c = (by_rows(name, x) for x in (found, wanted, rounded))
     difference = residual(a, b, rows)
     if not difference.size:

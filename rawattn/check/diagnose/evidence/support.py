@@ -22,8 +22,7 @@ _Read = tuple[Places, Array, Array]  # on a problem, by head: pairs that are kno
 
 @dataclass(frozen=True, eq=False)
 class Part:
-    """Pairs of one of KINDS, alike in some ``heads``; no rule was found for it if that is None.
-    others: rules that hold as well where it was read."""
+    """Pairs of one of KINDS, alike in some ``heads``; others: rules that hold there as well."""
 
     kind: str
     heads: tuple[int, ...]
@@ -38,9 +37,8 @@ class Part:
 
 @dataclass(frozen=True, eq=False)
 class Support:
-    """seen (num_heads_q, total_q, total_k) as it was read at ``places``. whole: all that is seen,
-    where one rule tells that. second: where rules hold as well. listed: a change of views that is
-    all of it, in place of rules."""
+    """seen (num_heads_q, total_q, total_k) as it was read at ``places``; rules hold at ``second``
+    too. whole: one rule for all that is seen. listed: a change of views that is all of it."""
 
     places: Places
     seen: Array
@@ -51,7 +49,6 @@ class Support:
 
     @property
     def told(self) -> tuple[Part, ...]:
-        """What is said of it."""
         return self.parts if self.whole is None else (self.whole,)
 
     @property
@@ -78,8 +75,7 @@ class Support:
         return _inside(kind, self.places, self.seen)
 
     def at(self, places: Places) -> Array:
-        """Who sees whom elsewhere, (num_heads_q, total_q, total_k); ValueError where only what was
-        read is known, of other lengths."""
+        """Who sees whom elsewhere, like seen; ValueError where that is known of no such lengths."""
         if self.listed is not None:
             return pairs_of(places.question, self.listed)
         if not self.named:

@@ -94,8 +94,7 @@ def explain_failures(
 
 
 def _asked_once_more(candidate: Candidate, f: Finding, case: Case) -> Finding:
-    """A finding that ``case`` shows, as sure as further problems leave it: other lengths, and none
-    of an option."""
+    """A finding that ``case`` shows, as sure as problems of other lengths and options leave it."""
     asked = f.side == SIDE and f.confidence == "high"
     if asked and (lacks := [*_lacking(candidate, f, case)]):
         told = f"it does not give the numbers of other problems: {', '.join(lacks)}"

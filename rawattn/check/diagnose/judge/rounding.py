@@ -180,7 +180,6 @@ def _of_loops(question: Question) -> Iterator[Bug]:
 
 def _kept_in(r: Rounded, stage: str) -> Iterator[tuple[str, dict[str, Step]]]:
     def over_narrow(c: Context) -> Floats:
-        """out with another row sum."""
         top = c.S.max(axis=-1, initial=-np.inf)
         sums = np.exp(np.where(np.isneginf(top), 0.0, c.L - top))
         return np.asarray(STEPS["O"](changed(c, P=c.P * (sums / r(sums))[..., None])))
@@ -242,8 +241,7 @@ def _running(dtype: type, chunk: int, alone: bool) -> dict[str, Step]:
 
 
 def _online(chunk: int, down: bool, kept: Mapping[str, Rounded]) -> dict[str, Step]:
-    """The softmax as kernels have it, over tiles of ``chunk`` keys, with some of it ``kept`` in
-    fewer bits."""
+    """The softmax over tiles of ``chunk`` keys, with some of it ``kept`` in fewer bits."""
     of = {name: kept.get(name, NONE.operation) for name in KEPT_ONLINE}
 
     def results(c: Context) -> tuple[Floats, Floats]:

@@ -68,7 +68,6 @@ def of_pairs(c: Context, Z: Array) -> Array:
 
 
 def _of_terms(factors: Mapping[str, float], c: Context) -> Array:
-    """dY of a sum of these."""
     total = (x * TERMS[name](c.P, c.dP, c.D[..., None]) for name, x in factors.items())
     return of_pairs(c, np.sum([*total], axis=0))
 

@@ -93,7 +93,6 @@ def _is_of(one: Finding, side: str, stage: str) -> bool:
 
 
 def evidence_of(said: Said) -> tuple[str, ...]:
-    """What a finding says of what was read."""
     lines = [f"read off entry by entry, {said.calls} calls: {HOW[said.stage]}"]
     lines += [f"right: {', '.join(said.right)}"] * bool(said.right)
     lines += [f"wrong: {text}" for text in said.wrong]

@@ -138,7 +138,6 @@ def logs_of(read: Weights, seen: Array) -> Array:
 
 
 def least_of(read: Weights) -> float:
-    """The smallest weight that is seen."""
     return SEEN.get(read.places.question.dtype.name, TINY)
 
 
