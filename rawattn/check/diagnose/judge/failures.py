@@ -359,8 +359,7 @@ def _joined(title: str, found: Sequence[Kind]) -> Diagnosis:
         """The best that a case has: less where one with finer numbers says something else of the
         same tensors, or this is shown once and others have no name for it."""
         best = min(one.rank for one, _ in said[what])
-        others = [one for one in said if one != what and one[0] == what[0]]
-        others = [one for one in others if tensors[one] & tensors[what]]
+        others = [x for x in said if x != what and x[0] == what[0] and tensors[x] & tensors[what]]
         others = [x for x in others if said[x][0][0].form is not None or x[1] in NAMELESS]
         if best and any(fineness[one] > fineness[what] for one in others):
             return CONFIDENCE.index("low")
@@ -380,8 +379,8 @@ def _joined(title: str, found: Sequence[Kind]) -> Diagnosis:
         best, (cases, diagnosis) = _best(said[key])
         shown = shown if findings else diagnosis
         every = dict.fromkeys([*cases, *(case for _, kind in said[key] for case in kind[0])])
-        best = replace(best, cases=tuple(map(str, every)))
-        findings.append(replace(best, confidence=CONFIDENCE[confidence(key)]))
+        told, sure = tuple(map(str, every)), CONFIDENCE[confidence(key)]
+        findings.append(replace(best, cases=told, confidence=sure))
     return replace(shown, title=title, findings=tuple(findings))
 
 
@@ -428,9 +427,8 @@ def _expected(question: Question) -> Expected:
         zeros = np.broadcast_to(0.0, shape)
         targets[name] = Target(zeros, zeros, _dtype(q, name), nowhere, (), None, 0, 1)
     inputs: dict[str, Any] = {n: getattr(q, n) for n in (*ARRAYS, *OFFSETS, *OPTIONAL)}
-    for name in (*OFFSETS, "seqused_k"):
-        if inputs[name] is not None:
-            inputs[name] = np.asarray(inputs[name], dtype=np.int32)
+    ints = (*OFFSETS, "seqused_k")
+    inputs |= {n: np.asarray(x, np.int32) for n, x in inputs.items() if n in ints and x is not None}
     lists = {name: getattr(q, name) for name in OF_BLOCKS}
     tensors = SparseTensors(**inputs, **lists) if q.sparse else Tensors(**inputs)
     return Expected(_case(question), tensors, cast(Any, None), out, lse, targets)

@@ -83,10 +83,10 @@ def of_wrong(verdict: StageVerdict, side: str) -> list[Finding]:
         return []
     where = f"{verdict.stage}: {', '.join(verdict.unexplained)}"
     form, told, left = narrowed(verdict, verdict.unexplained)
-    found = [] if left < EXACT else in_16_bits(verdict, side, verdict.unexplained)
-    if form and not found:
-        found = [finding(side, "narrow-intermediate", where, "high", (told,), form=form)]
-    return found
+    if left >= EXACT and (found := in_16_bits(verdict, side, verdict.unexplained)):
+        return found
+    given = side, "narrow-intermediate", where, "high", (told,)
+    return [finding(*given, form=form)] if form else []
 
 
 def _followed(
@@ -156,12 +156,9 @@ def _roundings(stage: str) -> Iterator[Bug]:
             some = {f"the operands of {product}": operands}
             some |= {f"{word(x, stage)} of {product}": (x,) for x in operands if r is not to_tf32}
             for words, of in some.items():
-                steps = {step: with_values(step, **{x: _narrow(r, x) for x in of})}
+                narrow = {x: lambda c, r=r, x=x: r(getattr(c, x)) for x in of}
+                steps = {step: with_values(step, **narrow)}
                 yield Bug("", f"{words}{ALONE} in {name}", (stage,), steps=steps)
-
-
-def _narrow(r: Rounded, name: str) -> Step:
-    return lambda c: r(getattr(c, name))
 
 
 def _of_loops(question: Question) -> Iterator[Bug]:
@@ -208,8 +205,7 @@ def in_16_bits(verdict: StageVerdict, side: str, tensors: Sequence[str]) -> list
     best = (FOLLOWS, "", "")
     sums = [
         Bug("", f"{np.dtype(dtype).name}, {chunk} at a time", steps=_running(dtype, chunk, alone))
-        for dtype, chunk in itertools.product((np.float16, ml_dtypes.bfloat16), CHUNKS)
-        for alone in (False, True)
+        for dtype, chunk, alone in itertools.product(NARROW[1::-1], CHUNKS, (False, True))
     ]
     for form, of in _followed(verdict, tensors, NONE, sums):
         best = max([best, *((like, n, form) for n, (like, by) in of.items() if 1 / 4 < by < 4)])

@@ -35,10 +35,6 @@ SLOPES: dict[str, Callable[[Array], Array]] = {  # of t = tanh, the capped score
     "tanh(t)^2": lambda t: np.tanh(t) ** 2,
     "artanh(t)^2": lambda t: np.arctanh(np.clip(t, -1 + 1e-9, 1 - 1e-9)) ** 2,
 }
-OVER: dict[str, Callable[[Array, Array], Array]] = {  # of tiles, from the pair's and from the last
-    "the tile of {} keys at hand": lambda own, last: own == 0,
-    "the last tile of {} keys": lambda own, last: last == 0,
-}
 
 
 @dataclass(eq=False)
@@ -137,8 +133,9 @@ def _row_terms(part: Part) -> Iterator[Change]:
 def _others(question: Question) -> Iterator[tuple[str, str, Of]]:
     for by in maps.families(question, True):
         yield f"of {by.words}", "statistics-misplaced", partial(_moved, by)
-    for (text, over), tile in product(OVER.items(), TILES):
-        yield f"over {text.format(tile)} alone", ANOTHER, partial(_over, over, tile)
+    for last, tile in product((False, True), TILES):
+        text = f"the last tile of {tile} keys" if last else f"the tile of {tile} keys at hand"
+        yield f"over {text} alone", ANOTHER, partial(_over, last, tile)
     for tile in TILES:
         text = f"of row i // {tile} * {tile} + j % {tile}, the key's place in its tile"
         yield text, "statistics-misplaced", partial(_across, tile)
@@ -149,13 +146,13 @@ def _moved(by: maps.Map, c: Context) -> Array:
     return of_view(c, "delta", by.moved(maps.geometry(c.question, "delta"), D))[..., None]
 
 
-def _over(over: Callable[[Array, Array], Array], tile: int, c: Context) -> Array:
-    """The sum of P dP over some keys of the same sequence."""
+def _over(last: bool, tile: int, c: Context) -> Array:
+    """The sum of P dP over the tile of each key, or the last one, of the same sequence."""
     keys = np.maximum(c.view.keys, 0)
     b, number = c.question.sequence_of("k")[keys], c.question.place_of("k")[keys] // tile
     same = b[:, None] == b
-    last = np.where(same, number, -1).max(axis=1, keepdims=True)
-    return np.asarray(c.P * c.dP @ (same & over(number[:, None] - number, last - number)).mT)
+    summed = np.where(same, number, -1).max(axis=1) if last else number
+    return np.asarray(c.P * c.dP @ (same & (summed[:, None] == number)).mT)
 
 
 def _across(tile: int, c: Context) -> Array:

@@ -169,8 +169,7 @@ def _read(question: Question, stage: str, ask: Ask, known: Known) -> Said:
     found, again = reader(counted, here), cache(partial(_elsewhere, reader, counted, here))
 
     def table() -> str:
-        said = (tables.told(one, here) for one in tables_of(found))
-        return next(filter(None, said), "")
+        return next(filter(None, (tables.told(one, here) for one in tables_of(found))), "")
 
     def told(support: Support | None) -> Said:
         said: Said = say(found, again, support)

@@ -96,9 +96,8 @@ class Said:
         read = self.support
         if bug.see is None and bug.steps.keys() == {"L", "O"} and not read.right:
             return self.loose or bool(self.unread) or "lse" not in self.right  # parts are merged
-        if bug.see is None or read.right or not read.named or self.unread or read.second is None:
-            return True
-        if read.places.question.sparse:
+        known = read.named and not (read.right or self.unread or read.places.question.sparse)
+        if bug.see is None or not known or read.second is None:
             return True
         both = read.places, read.second
         return all(np.array_equal(read.at(x) > 0, pairs_of(x.question, bug.see)) for x in both)
