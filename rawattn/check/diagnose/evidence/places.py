@@ -193,16 +193,14 @@ class Places:
         return found
 
     def _of_tiles(self, t: int, of: str) -> dict[str, Callable[[], Array]]:
-        i, j, p, n, m = self.i, self.j, self.p, self.n, self.m
+        i, j, p, n, m, last = self.i, self.j, self.p, self.n, self.m, EDGES["last"]
         return {
             f"j // {t} - {of} // {t}": lambda: j // t - p // t,
             **of_tiles("j", j, "seqlen_k", m, t),
             **of_tiles("i", i, "seqlen_q", n, t),
             f"(j - {of}) % {t}": lambda: (j - p) % t,
             f"(j - {of} // {t} * {t})": lambda: j - p // t * t,
-            f"(j - {of} of the last row of its tile of {t})": lambda: (
-                j - p + i - np.minimum(i // t * t + t, n) + 1
-            ),
+            f"(j - {of} of the last row of its tile of {t})": lambda: j - p + i - last(i, t, n),
             f"(j // {t} * {t} - {of})": lambda: j // t * t - p,
         }
 
@@ -236,7 +234,7 @@ class Places:
         }
 
     def _of_lists(self) -> dict[str, Callable[[], Array]]:
-        q, size, slots = self.question, self.question.block_size, self.slots
+        q, j, size = self.question, self.j, self.question.block_size
         named = np.asarray(q.block_indices)[self.query[:, 0], self.selection]
         count = named.shape[1]
         if q.block_counts is not None:
@@ -244,9 +242,9 @@ class Places:
         inside = (named >= 0) & (named < -(-self.m // size))
         counted = np.arange(named.shape[1]) < count
         held = inside & counted
-        block = self.j // size
+        block, slots, past = j // size, self.slots, j >= self.m
 
-        def times(there: Array, at: Array | int = self.own) -> Array:
+        def times(there: Array, at: Array = self.own) -> Array:
             found = (named[..., None] == block[:, None]) & there[..., None]
             return np.asarray(found.sum(axis=1) * at)
 
@@ -255,9 +253,7 @@ class Places:
             "slots that count behind it": lambda: np.where(slots >= 0, count - 1 - slots, -1),
             "times the key's block is named": lambda: times(held),
             "times it is named, in slots that do not count": lambda: times(inside & ~held),
-            "times its block, counted on past the end, is named": lambda: np.where(
-                self.j >= self.m, times(counted, 1), 0
-            ),
+            "times its block, counted on past the end, is named": lambda: times(counted, past),
             "negative slots of the query": lambda: (named < 0).sum(axis=1)[:, None],
             "the key's block - the query's": lambda: block - self.p // size,
             "the key's block": lambda: block,

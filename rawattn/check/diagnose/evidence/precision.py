@@ -1,6 +1,5 @@
-"""What rounding is: the precisions of right results, and how well a prediction fits in their noise.
-How well it fits is measured row by row (a token of a head), in units of the noise that rounding
-makes there, which is found by rounding the prediction's own operations."""
+"""What rounding is: the precisions of right results, and how well a prediction fits, row by row (a
+token of a head), in units of the noise that rounding of its own operations makes there."""
 
 import math
 from collections.abc import Callable
@@ -179,11 +178,10 @@ def fit(
     with np.errstate(invalid="ignore"):
         error = factor * _row_rms(c - b)
     sequence = question.sequence_of(name)
-    typical, scale = np.zeros_like(error), np.zeros_like(error)
+    typical, scale = of_sequence = np.stack([error, size])
     for b_index in np.unique(sequence):
-        here = sequence == b_index
-        typical[here] = np.sqrt(np.mean(error[here] ** 2, axis=0))
-        scale[here] = np.sqrt(np.mean(size[here] ** 2, axis=0))
+        here = of_sequence[:, sequence == b_index]
+        of_sequence[:, sequence == b_index] = np.sqrt(np.mean(here**2, axis=1, keepdims=True))
     summands = max((*question.lengths_q, *question.lengths_k, question.q.shape[2])) * question.group
     accumulator = np.finfo(np.float64 if factor < 1 else np.float32).eps
     floor = accumulator * math.sqrt(summands) * np.maximum(scale, went_in)

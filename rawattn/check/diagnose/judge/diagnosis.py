@@ -175,9 +175,8 @@ def _resolve(question: Question, side: str, verdicts: Sequence[StageVerdict]) ->
 
     found: list[Finding] = []
     while left:
-        names = {name for part in left for name in part.best}
-        parts = {name: [part for part in left if name in part.best] for name in names}
-        name = min(names, key=lambda name: merit(name, parts[name]))
+        parts = {name: [x for x in left if name in x.best] for part in left for name in part.best}
+        name = min(parts, key=lambda name: merit(name, parts[name]))
         alike = set.intersection(*({*part.best} for part in parts[name])) - {name, *match.LOOSE}
         others = sorted(alike, key=lambda other: ORDER[other])
         found.append(_found(question, side, name, parts[name], others))

@@ -10,7 +10,7 @@ import math
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from functools import cached_property, partial
+from functools import cache, cached_property, partial
 from typing import NamedTuple
 
 import ml_dtypes
@@ -152,7 +152,7 @@ class Stage:
         self.rows = {n: noise.defined(question, n, right[n]) & self._held(n) for n in self.tensors}
         self.finest = ladder(question.dtype)[0]
         self.telling = {name for name in self.tensors if self._tells(name)}
-        self.distances: dict[tuple[Prediction, str], float] = {}
+        self.relative = cache(self._relative)
         self.noisy: dict[tuple[Prediction, str], Answers] = {}  # by precision
 
     def verdict(self) -> "StageVerdict | None":
@@ -331,14 +331,10 @@ class Stage:
         coarse = precision.name != self.finest.name
         return found._replace(worst=found.worst / 2) if coarse else found
 
-    def relative(self, guess: Prediction, name: str) -> float:
-        key = (guess, name)
-        if key not in self.distances:
-            spend(OF_A_DISTANCE)
-            a, b = self.pair(name, guess)
-            same = a.shape == b.shape
-            self.distances[key] = relative_residual(a, b, self.rows[name]) if same else math.inf
-        return self.distances[key]
+    def _relative(self, name: str, guess: Prediction) -> float:
+        spend(OF_A_DISTANCE)
+        a, b = self.pair(name, guess)
+        return relative_residual(a, b, self.rows[name]) if a.shape == b.shape else math.inf
 
     def right_at(self, precision: Precision) -> dict[str, Fit]:
         """The best fit of the right computation, by tensor."""
@@ -430,18 +426,17 @@ def _explain(
     right = good(null)
     wrong = tuple(name for name in work.tensors if name not in right)
     keys: list[Callable[[Prediction], float]] = []
-    keys += [partial(work.relative, name=name) for name in work.tensors]
-    keys.append(lambda guess: max(work.relative(guess, name) for name in work.tensors))
+    keys += [partial(work.relative, name) for name in work.tensors]
+    keys.append(lambda guess: max(work.relative(name, guess) for name in work.tensors))
     most = precision.most
     near = [one for key in keys for one in sorted(guesses, key=key)[:NEAREST] if key(one) < most]
-    null_of = {name: min(work.relative(right, name) for right in work.rights) for name in wrong}
-    whole: list[Explained] = []
-    parts: list[Explained] = []
+    null_of = {name: min(work.relative(name, right) for right in work.rights) for name in wrong}
+    whole, parts = list[Explained](), list[Explained]()
     for guess in dict.fromkeys(near):
-        close = [name for name in work.tensors if work.relative(guess, name) < most]
+        close = [name for name in work.tensors if work.relative(name, guess) < most]
         fits = {name: work.fit(guess, name, precision) for name in close}
         fitting = good(fits)
-        better = [n for n in wrong if work.relative(guess, n) < BETTER * null_of[n]]
+        better = [n for n in wrong if work.relative(n, guess) < BETTER * null_of[n]]
         explained = tuple(name for name in better if name in fitting)
         # tensors are stored each for itself; what is computed for one is for others of its kernel
         # too: dv is right, so that what is wrong with dk is not P

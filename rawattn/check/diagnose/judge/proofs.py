@@ -1,6 +1,5 @@
-"""Bugs that are named without a prediction of the numbers: by an identity, or by where they are.
-Copies, NaN, arrays that were exchanged, other results for an equal question: no planted computation
-gives these numbers, but their structure says enough. Long, one proof after the other."""
+"""Bugs that are named without a prediction of the numbers, by an identity or by where they are:
+copies, NaN, other results for an equal question, and the like. Long, one proof after the other."""
 
 from collections.abc import Callable, Collection, Sequence
 from contextlib import suppress

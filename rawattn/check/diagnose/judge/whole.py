@@ -1,5 +1,4 @@
-"""A large problem: a part of it is computed hundreds of times, and all of its rows once. Of a bug
-that shows in the rest alone only the rows are known."""
+"""A large problem: a part of it is computed hundreds of times, and all of its rows once."""
 
 from collections.abc import Sequence
 from dataclasses import replace
@@ -85,6 +84,6 @@ def of_all(
     given = (side, bug, ", ".join(wrong), "medium", said)
     work = of["dq"] if "dq" in wrong else None
     for guess in work.planted(accumulators.without_D(Sample(*work.asked))) if work else ():
-        if all(of[n] is work and work.relative(guess, n) < OFF for n in wrong):
+        if all(of[n] is work and work.relative(n, guess) < OFF for n in wrong):
             return [finding(side, guess.bug.name, *given[2:], title=guess.bug.variant)]
     return [finding(*given, title=title, look_at=look_at)]
