@@ -234,14 +234,10 @@ class Places:
         }
 
     def _of_lists(self) -> dict[str, Callable[[], Array]]:
-        q, j, size = self.question, self.j, self.question.block_size
-        named = np.asarray(q.block_indices)[self.query[:, 0], self.selection]
-        count = named.shape[1]
-        if q.block_counts is not None:
-            count = np.asarray(q.block_counts)[self.query, self.selection].clip(0, count)
-        inside = (named >= 0) & (named < -(-self.m // size))
-        counted = np.arange(named.shape[1]) < count
-        held = inside & counted
+        lists, j, size = lists_of(self.question), self.j, self.question.block_size
+        of = lists.named, lists.is_block, lists.counted
+        named, inside, counted = (x[:, self.selection] for x in of)
+        count, held = counted.sum(axis=1, keepdims=True), inside & counted
         block, slots, past = j // size, self.slots, j >= self.m
 
         def times(there: Array, at: Array = self.own) -> Array:

@@ -197,7 +197,7 @@ def _found(
     evidence = [_said(name, parts, form, must), *[CUT] * cut]
     clear = not cut and not others and not any(part.verdict.unexplained for part in parts)
     summed = name == "rows-not-written" and {*wrong} <= {*OF_KEYS}  # over queries, maybe none
-    clear = clear and _in_numbers(wrong) and not summed
+    clear = clear and _in_numbers(question, wrong) and not summed
     clear = clear and not any(words in form for words in match.INEXACT)
     clear = clear and not (name in OF_LENGTHS and _sequences(question, wrong) <= OF_LENGTHS[name])
     where = f"{where}: {', '.join(wrong or works)}"
@@ -243,11 +243,9 @@ def _sequences(question: Question, wrong: Mapping[str, StageVerdict]) -> int:
     return len({*np.concatenate([question.sequence_of(name)[rows] for name, rows in bad.items()])})
 
 
-def _in_numbers(wrong: Mapping[str, StageVerdict]) -> bool:
+def _in_numbers(q: Question, wrong: Mapping[str, StageVerdict]) -> bool:
     """Whether numbers are wrong, and not just which NaN of the inputs came through."""
-    questions = [of.work.question for of in wrong.values()]
-    inputs = [x for q in questions for x in (q.q, q.k, q.v, q.dout)]
-    if not any(x is not None and np.isnan(x).any() for x in inputs):
+    if not any(x is not None and np.isnan(x).any() for x in (q.q, q.k, q.v, q.dout)):
         return True
     pairs = (of.work.pair(name) for name, of in wrong.items())
     return any(bool((np.isfinite(x) & ~np.isclose(x, y, 0.1, 0.0)).any()) for x, y in pairs)
