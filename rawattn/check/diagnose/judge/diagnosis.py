@@ -132,7 +132,7 @@ def _judge(
                 hints.append(verdict.explained[0].prediction.bug)
     sound = {", ".join(of.right): of.precision for of in verdicts if of.sound}
     facts = [f"{side}: {names} right, with rounding as of {of}" for names, of in sound.items()]
-    facts += [f"{side}: {verdict.stage}: {CUT}" for verdict in verdicts if verdict.cut]
+    facts += [f"{side}: {verdict.work.stage}: {CUT}" for verdict in verdicts if verdict.cut]
     findings = _resolve(question, side, verdicts)
     zeros = any(one.bug == "vacuous" for one in empty_ones)
     for verdict in verdicts:
@@ -159,7 +159,7 @@ class _Part(NamedTuple):
 
 def _resolve(question: Question, side: str, verdicts: Sequence[StageVerdict]) -> list[Finding]:
     """One finding for each bug, the bugs as few as will do."""
-    wrong = {verdict.stage for verdict in verdicts if not verdict.sound}
+    wrong = {verdict.work.stage for verdict in verdicts if not verdict.sound}
     left: list[_Part] = []
     findings: list[Finding] = []
     for verdict in verdicts:
@@ -192,7 +192,7 @@ def _found(
     wrong = {name: of for name, of in works.items() if not of.null[name].good}
     bugs = [part.best[name].prediction.bug for part in parts]
     form, must = bugs[0].variant, mask_rule(question)
-    where = " and ".join(dict.fromkeys(PASSES[part.verdict.stage] for part in parts))
+    where = " and ".join(dict.fromkeys(PASSES[part.verdict.work.stage] for part in parts))
     cut = any(part.verdict.cut for part in parts)
     evidence = [_said(name, parts, form, must), *[CUT] * cut]
     clear = not cut and not others and not any(part.verdict.unexplained for part in parts)
@@ -204,7 +204,7 @@ def _found(
     given = side, name, where, "high" if clear else "medium", evidence, tuple(others)
     forms, *more = (part.verdict.forms(name, part.tensors) for part in parts)
     alike = tuple(x for x in forms if all(x in others for others in more))
-    planted = {part.verdict.stage: bug for part, bug in zip(parts, bugs, strict=True)}
+    planted = {part.verdict.work.stage: bug for part, bug in zip(parts, bugs, strict=True)}
     finding = proofs.finding(*given, title=_title(name, form, must))
     sight = sight_of(question, bugs[0])
     return replace(finding, form=form, forms=alike, planted=planted, sight=sight)

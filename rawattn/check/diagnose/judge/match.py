@@ -357,10 +357,6 @@ class StageVerdict:
     cut: bool = False
 
     @property
-    def stage(self) -> str:
-        return self.work.stage
-
-    @property
     def sound(self) -> bool:
         return len(self.right) == len(self.work.tensors)
 

@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from rawattn.check.diagnose.engine.attention import contexts, sequences, solve
+from rawattn.check.diagnose.engine.attention import contexts, solve
 from rawattn.check.diagnose.engine.question import Answers, Question
 from rawattn.check.diagnose.engine.steps import Floats, times
 from rawattn.check.diagnose.evidence.places import places_of
@@ -74,11 +74,8 @@ def _intervals(x: Floats) -> Floats:
 
 def _window(question: Question, wanted: np.ndarray) -> Iterator[Option]:
     """The window of the farthest keys that are seen."""
-    away = [np.zeros(1, np.int64)]
-    for _, rows, keys in sequences(question):
-        place = np.arange(len(keys))[None] - np.arange(len(rows))[:, None] + len(rows) - len(keys)
-        away.append(place[wanted[rows[:, None], keys]])
-    distance = np.concatenate(away)
+    places = places_of(question)
+    distance = np.append((places.j - places.p)[wanted & places.own], 0)
     longest = max((*question.lengths_q, *question.lengths_k))
     left, right = (-1 if n >= longest - 1 else int(n) for n in (-distance.min(), distance.max()))
     window = (left, -1 if question.causal else right)

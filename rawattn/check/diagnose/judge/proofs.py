@@ -164,14 +164,14 @@ def _change(q: Question, tensor: str, first: np.ndarray, again: np.ndarray) -> t
 def of_structure(verdict: StageVerdict, side: str) -> Finding:
     """What can be said of wrong tensors that no bug of the catalogue reproduces."""
     work, names = verdict.work, verdict.unexplained
-    question, where = work.question, f"{verdict.stage}: {', '.join(names)}"
+    question, where = work.question, f"{work.stage}: {', '.join(names)}"
     said = ["no known bug gives these numbers"]
     for name in names:
         nan = int(np.isnan(by_rows(name, work.found[name])).any(axis=2).sum())
         told = [f"{nan} rows have NaN"] if nan else []
         told += structure.where(question, name, work.bad(name))
         said.append(f"{name}: {'; '.join(told)}")
-    judged = {*names, *verdict.right} == {*work.tensors} >= {*NEEDED.get(verdict.stage, names)}
+    judged = {*names, *verdict.right} == {*work.tensors} >= {*NEEDED.get(work.stage, names)}
     look_at = CONCLUSIONS.get(names, "") if judged else ""
     return finding(side, "unknown", where, "low", said, look_at=look_at)
 

@@ -60,7 +60,7 @@ def of_right(verdict: StageVerdict, side: str, *, zeros: bool) -> list[Finding]:
     most = max(off, key=lambda name: off[name])
     said = f"{', '.join(verdict.right)} are right to the rounding of {verdict.precision}, not to "
     said += f"that of {finest}: {most} is off by {off[most]:.1g} of its size"
-    where = f"{verdict.stage}: {', '.join(name for name in off if off[name] > off[most] / 8)}"
+    where = f"{verdict.work.stage}: {', '.join(name for name in off if off[name] > off[most] / 8)}"
     # float16 may be TF32, which is allowed of float32 operands and has as many bits: of all of them
     of_64 = verdict.work.question.dtype == np.float64
     operand = " in float16" in form and form.startswith(("P ", "exp", "dS ")) and not of_64
@@ -81,7 +81,7 @@ def of_wrong(verdict: StageVerdict, side: str) -> list[Finding]:
     far = all(verdict.null[name].relative > FAR for name in verdict.unexplained)
     if far or (over(verdict.work.until) and not verdict.work.shown):
         return []
-    where = f"{verdict.stage}: {', '.join(verdict.unexplained)}"
+    where = f"{verdict.work.stage}: {', '.join(verdict.unexplained)}"
     form, told, left = narrowed(verdict, verdict.unexplained)
     if left >= EXACT and (found := in_16_bits(verdict, side, verdict.unexplained)):
         return found
@@ -117,9 +117,8 @@ def _follows(error: Floats, predicted: Floats) -> tuple[float, float]:
 
 
 def narrowed(verdict: StageVerdict, tensors: Sequence[str]) -> tuple[str, str, float]:
-    """Which intermediate in which narrow dtype leaves hardly an error of those that it changes, a
-    sentence of that, and which share it leaves; nothing where there is none."""
-    question, stage = verdict.work.question, verdict.stage
+    """Which intermediate in which dtype explains the errors, a sentence, and the share it leaves."""
+    question, stage = verdict.work.question, verdict.work.stage
     best = (0, 0, NARROWS, "", "")  # how many tensors, how many not, what is left of their errors
     coarse = {*tensors} - {*good(verdict.work.right_at(verdict.work.finest))}
     ways = [verdict.work.finest.rounding] * (question.dtype.itemsize == 2) + [NONE]
@@ -166,13 +165,11 @@ def _of_loops(question: Question) -> Iterator[Bug]:
     for dtype in NARROW[:2]:
         r, name = to_dtype(dtype), np.dtype(dtype).name
         for chunk, down, kept in itertools.product(CHUNKS[2:], (False, True), KEPT_ONLINE):
-            at = f"by tiles of {chunk} keys,{' downwards,' * down}"
-            form = f"{KEPT_ONLINE[kept]}, {at} in {name}"
+            form = f"{KEPT_ONLINE[kept]}, by tiles of {chunk} keys,{' downwards,' * down} in {name}"
             yield Bug("", form, FORWARD, steps=_online(chunk, down, {kept: r}))
         for (at, cut), (words, of) in itertools.product(splits(question).items(), OF_PARTS.items()):
             form = f"{words} of each of {at} in {name}"
-            steps = steps_of("forward", cut, partial(of, r))
-            yield Bug("", form, FORWARD, steps=steps)
+            yield Bug("", form, FORWARD, steps=steps_of("forward", cut, partial(of, r)))
 
 
 def _kept_in(r: Rounded, stage: str) -> Iterator[tuple[str, dict[str, Step]]]:
@@ -213,7 +210,7 @@ def in_16_bits(verdict: StageVerdict, side: str, tensors: Sequence[str]) -> list
     if not name:
         return []
     said = f"the error of {name} follows that of a running sum in {form}: correlation {follows:.2f}"
-    confidence, where = "high" if follows > 0.8 else "medium", f"{verdict.stage}: {name}"
+    confidence, where = "high" if follows > 0.8 else "medium", f"{verdict.work.stage}: {name}"
     return [finding(side, "accumulates-in-16-bit", where, confidence, (said,))]
 
 
