@@ -108,7 +108,6 @@ class Bug:
     alike: object = None
 
     def at(self, *stages: str) -> "Bug":
-        """The same in other stages."""
         return replace(self, stages=stages)
 
 

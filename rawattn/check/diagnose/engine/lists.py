@@ -138,7 +138,6 @@ def before(block: Ints, there: Ints) -> Ints:
 
 
 def lists_of(question: Question) -> Lists:
-    """The right ones."""
     named = np.asarray(question.block_indices).astype(np.int64)
     own = np.full((*named.shape[:2], 1), question.own)
     cut = np.concatenate([np.full(named.shape, question.causal), own | True], axis=2)

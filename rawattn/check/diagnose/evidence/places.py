@@ -67,7 +67,6 @@ class Places:
         return self if selection == self.selection else places_of(q, selection)
 
     def of_head(self, head: int) -> "Places":
-        """The same with features of the head."""
         return places_of(self.question, self.of(head).selection, head)
 
     @cached_property

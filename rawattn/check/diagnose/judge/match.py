@@ -90,7 +90,6 @@ class SearchFailed(RuntimeWarning):
 
 @contextlib.contextmanager
 def _searching() -> Iterator[None]:
-    """Let one search fail, with a warning."""
     try:
         yield
     except (IndexError, ValueError) as error:
@@ -302,16 +301,14 @@ class Stage:
     def leaves(self, guess: Prediction, names: set[str]) -> bool:
         """Whether a bug that does not explain these tensors does nothing to them, or what is there
         as far as it is finite; kernels of backward stages may have it each for itself."""
-        right = self.rights[0].answers
-        return self.stage not in ("forward", "jvp") or all(
-            np.allclose(guess.answers[name], right[name], equal_nan=True) or self._near(guess, name)
-            for name in names
-        )
+        own_loops = self.stage not in ("forward", "jvp")
+        return own_loops or all(self._leaves(guess, name) for name in names)
 
-    def _near(self, guess: Prediction, name: str) -> bool:
+    def _leaves(self, guess: Prediction, name: str) -> bool:
         a, b = self.pair(name, guess)
         rows = np.isfinite(a).all(axis=2) & np.isfinite(b).all(axis=2) & self.rows[name]
-        return bool(rows.any()) and relative_residual(a, b, rows) < FAR
+        near = bool(rows.any()) and relative_residual(a, b, rows) < FAR
+        return near or np.allclose(b, self.pair(name)[1], equal_nan=True)
 
     def telling_ones(self, explained: Sequence[Explained]) -> list[Explained]:
         """Those that numbers speak for; of zeros alone only what hardly anything else explains."""
@@ -327,9 +324,8 @@ class Stage:
         spend(OF_A_FIT)
         of = self.question, name, self.found[name], guess.answers[name], self.noisy[key][name]
         found = fit(*of, precision.factor, self.rows[name], self.sizes.get(name, 0.0))
-        # rows that cancel scatter more where operands are coarse
-        coarse = precision.name != self.finest.name
-        return found._replace(worst=found.worst / 2) if coarse else found
+        fine = precision.name == self.finest.name  # else rows that cancel scatter more
+        return found if fine else found._replace(worst=found.worst / 2)
 
     def _relative(self, name: str, guess: Prediction) -> float:
         spend(OF_A_DISTANCE)

@@ -54,7 +54,6 @@ def run(costs: Sequence[float]) -> tuple[int, int]:
 
 
 def _heads(question: Question, answers: Answers, count: int) -> tuple[Question, Answers]:
-    """The first ``count`` key/value heads."""
 
     def kept(name: str, x: np.ndarray) -> Any:
         heads = slice(count if side_of(name) == "k" else count * question.group)

@@ -86,7 +86,6 @@ UNREAD = Readings()
 
 
 def _is_of(one: Finding, side: str, stage: str) -> bool:
-    """Whether a finding is about the stage of a side."""
     of_stage = PASSES[stage] in one.where or one.where.startswith(f"{stage}:")
     of_stage = "sliding" in one.where if stage == "sliding" else of_stage
     return of_stage and one.side == side and one.bug != "rounding"

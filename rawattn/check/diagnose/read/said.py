@@ -49,7 +49,6 @@ class Said:
         self.names += [name] if name else []
 
     def say_term(self, term: Term) -> None:
-        """The scores have a term, or P V other values."""
         scale = of_scale(np.array(term.values), self.support.places)
         self.say(term.text + scale * (term.name == "score-scale"), term.name)
         self.steps |= term.steps
@@ -126,8 +125,7 @@ def noise_of(places: Places) -> float:
 def seen_of(read: Weights) -> tuple[Array, Array]:
     """Which weights are not 0, and which rows (num_heads_q, total_q) are numbers."""
     alive = np.isfinite(read.P).all(axis=-1)
-    least = least_of(read)
-    return np.asarray(np.where(alive[..., None], np.nan_to_num(read.P) > least, False)), alive
+    return alive[..., None] & (np.nan_to_num(read.P) > least_of(read)), alive
 
 
 def logs_of(read: Weights, seen: Array) -> Array:
