@@ -117,7 +117,7 @@ def _follows(error: Floats, predicted: Floats) -> tuple[float, float]:
 
 
 def narrowed(verdict: StageVerdict, tensors: Sequence[str]) -> tuple[str, str, float]:
-    """Which narrow intermediate explains the errors, a sentence of that, and the share it leaves."""
+    """Which narrow intermediate explains the errors, a sentence of that, and what it leaves."""
     question, stage = verdict.work.question, verdict.work.stage
     best = (0, 0, NARROWS, "", "")  # how many tensors, how many not, what is left of their errors
     coarse = {*tensors} - {*good(verdict.work.right_at(verdict.work.finest))}
