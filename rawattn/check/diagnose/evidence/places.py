@@ -76,10 +76,8 @@ class Places:
             free = (self.slots != OWN) & (not self.question.causal)
             return np.asarray((self.slots != ABSENT) & (free | (self.j <= self.p)))
         left, right = self.question.mask_window
-        seen = self.own.copy()
-        seen &= (self.j - self.p >= -left) | (left < 0)
-        seen &= (self.j - self.p <= right) | (right < 0)
-        return seen
+        away = self.j - self.p
+        return self.own & ((away >= -left) | (left < 0)) & ((away <= right) | (right < 0))
 
     @property
     def rights(self) -> Array:

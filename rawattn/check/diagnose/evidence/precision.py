@@ -14,7 +14,6 @@ from rawattn.check.diagnose.engine.steps import Floats, Step, times
 
 FINE = 0.02  # of a tensor's size, more than float32 makes of any that is not next to 0
 RMS_FIT, ROW_FIT = 2.5, 8.0  # units of noise: of all rows together, of the worst row
-Rows = np.ndarray | slice
 
 
 class Precision(NamedTuple):
@@ -89,7 +88,7 @@ def defined(question: Question, name: str, right: Floats) -> np.ndarray:
     return np.asarray(inside[:, None] & ~np.isnan(by_rows(name, right)).any(axis=2))
 
 
-def residual(found: Floats, wanted: Floats, rows: Rows) -> Floats:
+def residual(found: Floats, wanted: Floats, rows: np.ndarray | slice) -> Floats:
     """found - wanted in these rows, (rows, columns): inf where one is not finite and unlike. A
     vector may hold NaN where inf was predicted: which of them comes out, the order of sums says."""
     a, b = found[rows], wanted[rows]
@@ -104,7 +103,7 @@ def residual(found: Floats, wanted: Floats, rows: Rows) -> Floats:
     return np.where(np.isnan(difference), np.inf, difference)
 
 
-def relative_residual(found: Floats, wanted: Floats, rows: Rows) -> float:
+def relative_residual(found: Floats, wanted: Floats, rows: np.ndarray | slice) -> float:
     """Root mean square of the residual over that of what was found."""
     difference = residual(found, wanted, rows)
     with np.errstate(over="ignore"):

@@ -1,6 +1,5 @@
-"""The intermediates of one sequence: the right ones, and the step at which others part from them.
-Of a forward pass S and P, of a backward pass dP and dS, of the second order the tangents E of S, tP
-of P and tdS of dS; each (num_heads_q, seqlen_q, seqlen_k)."""
+"""The intermediates of one sequence, each (num_heads_q, seqlen_q, seqlen_k): the right ones, and
+the step at which others part from them. E, tP and tdS are the tangents of S, P and dS."""
 
 from typing import NamedTuple
 

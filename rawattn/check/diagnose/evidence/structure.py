@@ -12,7 +12,6 @@ from rawattn.check.diagnose.engine.question import OF_KEYS, OF_SLOTS, Question, 
 from rawattn.check.diagnose.evidence.places import TILES, of_tiles
 from rawattn.check.diagnose.evidence.rules import Shown, rules_of
 
-ROWS = {"q": "row", "k": "key"}
 Bools = npt.NDArray[np.bool_]
 Ints = npt.NDArray[np.int64]
 
@@ -32,7 +31,7 @@ def named(what: str, indices: Any) -> str:
 def where(question: Question, tensor: str, bad: Bools, among: Bools | bool = True) -> Iterator[str]:
     """Where the ``bad`` rows (tokens, heads) lie, told from all of ``among``, in sentences."""
     within = question.sequence_of(tensor)
-    there, row = within >= 0, ROWS[side_of(tensor)]
+    there, row = within >= 0, "key" if side_of(tensor) == "k" else "row"
     head = "kv head" if tensor in OF_KEYS else "selection head" if tensor in OF_SLOTS else "head"
     bad, heads = bad & there[:, None], bad.shape[1]
     if not bad.any():

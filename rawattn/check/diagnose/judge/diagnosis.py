@@ -1,7 +1,6 @@
-"""``diagnose``: which side is wrong, and which bug it is, with the evidence. Each side is judged on
-its own: by the bugs of the catalogue (``match``), by whose rounding it is (``rounding``), and by
-proofs from other runs and from structure for bugs that nobody can plant (``proofs``). What stages
-have in common is one finding. Long by the evidence in words."""
+"""``diagnose``: which side is wrong, and which bug it is. Each side is judged on its own: by the
+bugs of the catalogue (``match``), by whose rounding it is (``rounding``), and for bugs that nobody
+can plant by proofs from other runs and structure (``proofs``). Long by the evidence in words."""
 
 import math
 from collections.abc import Callable, Mapping, Sequence
@@ -205,9 +204,8 @@ def _found(
     forms, *more = (part.verdict.forms(name, part.tensors) for part in parts)
     alike = tuple(x for x in forms if all(x in others for others in more))
     planted = {part.verdict.work.stage: bug for part, bug in zip(parts, bugs, strict=True)}
-    finding = proofs.finding(*given, title=_title(name, form, must))
-    sight = sight_of(question, bugs[0])
-    return replace(finding, form=form, forms=alike, planted=planted, sight=sight)
+    one = proofs.finding(*given, title=_title(name, form, must))
+    return replace(one, form=form, forms=alike, planted=planted, sight=sight_of(question, bugs[0]))
 
 
 def _title(name: str, form: str, must: str) -> str:

@@ -1,7 +1,6 @@
-"""From a case that fails to a diagnosis: the candidate is asked again, on small problems. Those
-have the mask, the heads and the dtype of the case, but lengths that tell bugs apart, and no traps.
-What only the case itself shows, with its NaN and its strides, is looked for there. Long by the two
-ways between cases and questions: a change of one must be made in the other."""
+"""From a case that fails to a diagnosis: the candidate is asked again, on small problems like it,
+with lengths that tell bugs apart and no traps, and then on the case itself. Long by the two ways
+between cases and questions: a change of one must be made in the other."""
 
 import math
 from collections import Counter
@@ -57,8 +56,7 @@ def explain_failures(
 ) -> Diagnosis:
     """What is wrong with ``candidate``, which fails on ``cases``: one diagnosis of them all. Cases
     of the same small problem, but for its dtype, are of one kind; kinds are looked at until enough
-    of them say the same, of every dtype one where the first has no name, but none begins after
-    ``seconds`` of effort. ``other`` is what it was compared with; None is the reference."""
+    say the same or for ``seconds`` of effort. other: what it was compared with, if another one."""
     kinds: dict[Case, list[Case]] = {}
     for case in sorted(cases, key=_plainness):
         kinds.setdefault(replace(small(case), dtype=""), []).append(case)
@@ -261,8 +259,7 @@ def answers_of(candidate: Candidate, question: Question) -> Answers:
     """What ``candidate`` says to ``question``. Raises Unsupported, and what it raises itself."""
     if question.dout is None:
         candidate = replace(candidate, backward=None, preprocess=None, double_backward=None)
-    results = candidate.run(_expected(question))
-    return {name: array for name, array in results.items() if name in TENSORS}
+    return {n: x for n, x in candidate.run(_expected(question)).items() if n in TENSORS}
 
 
 def reference_answers(question: Question) -> Answers:

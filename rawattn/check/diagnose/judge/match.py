@@ -1,7 +1,6 @@
 """Which bug, planted in the float64 computation, gives somebody's numbers down to rounding? Every
-stage (forward, backward, second, jvp) is judged on its own, at one precision after the other, the
-finest first: the right computation, then every bug of the catalogue, on all tensors of the stage or
-on some of them. What fits at a finer precision wins: a small bug is not taken for coarse rounding.
+stage is judged on its own, at one precision after the other, the finest first, so that a small bug
+is not taken for coarse rounding: the right computation, then every bug, on all tensors or on some.
 Long, since one bug, and some for some tensors, are chosen from the same fits."""
 
 import contextlib
@@ -251,7 +250,8 @@ class Stage:
             told = {n: bad[n] for n, x in by.items() if not noise.rows_off(*x, bad[n], SHARE).any()}
             if not told:
                 continue
-            changed = {n: self._changed(n, guess) for n in self.tensors}
+            both = {n: (self.pair(n, guess)[1], self.pair(n)[1]) for n in self.tensors}
+            changed = {n: noise.rows_off(*x, self.rows[n], SHARE) for n, x in both.items()}
             name = next(iter(told))
             places = f"in {' and '.join(told)} alone"
             if (changed[name] & ~told[name]).any():
@@ -263,9 +263,6 @@ class Stage:
             store = partial(_in_rows, told, self.rights[0].answers)
             found.append(replace(guess.bug, variant=text, store=store))
         return self.planted(found)
-
-    def _changed(self, name: str, guess: Prediction) -> np.ndarray:
-        return noise.rows_off(self.pair(name, guess)[1], self.pair(name)[1], self.rows[name], SHARE)
 
     def _held(self, name: str) -> np.ndarray:
         """All rows but those that are inf since the right values are more than their dtype holds,

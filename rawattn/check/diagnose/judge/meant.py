@@ -1,5 +1,4 @@
-"""Which options would make a wrong answer right? Read off the numbers of it. Another mask, other
-offsets, another softmax_scale or D may be what was meant, where nobody said."""
+"""Which options, where nobody said them, would make a wrong answer right? Read off its numbers."""
 
 from collections.abc import Collection, Iterator
 from dataclasses import replace

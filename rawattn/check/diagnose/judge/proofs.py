@@ -112,8 +112,7 @@ def of_past(q: Question | Case, answers: Answers, side: str, sure: str = "medium
 def of_sinks(
     question: Question, answers: Answers, side: str, others: Sequence[Finding]
 ) -> list[Finding]:
-    """Gradients of sinks that are off by more than rounding: the sums of all rows of a head. Where
-    ``others`` say that more is wrong, these follow from it and are not told."""
+    """Gradients of sinks that are off by more than rounding, unless they follow from ``others``."""
     if any(one.bug != "rounding" for one in others):
         return []
     found = []

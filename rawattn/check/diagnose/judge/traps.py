@@ -1,5 +1,4 @@
-"""What only a case itself shows, not a small problem of its kind: strides that are ignored, NaN
-that nobody must see, rows past the end that must stay 0."""
+"""What only a case itself shows: ignored strides, NaN that nobody must see, rows past the end."""
 
 from dataclasses import replace
 from typing import Any

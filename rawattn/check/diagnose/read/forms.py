@@ -1,5 +1,4 @@
-"""What a backward pass has in place of dS = P o (dP - D): other products, other row terms. A form
-is a step of the engine, and tried on all that was read."""
+"""What a backward pass has in place of dS = P o (dP - D), by steps that give all that was read."""
 
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
