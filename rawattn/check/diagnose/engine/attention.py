@@ -301,21 +301,17 @@ def _context(asked: Pass, view: View) -> Context:
     return c
 
 
-def _shape(question: Question, name: str) -> tuple[int, ...] | None:
-    """That of a result; None where there is none, for lack of a gate or sinks."""
-    if name in BY_ROW:
-        return tuple(question.q.shape[1::-1])
-    if "out" in name:
-        return (*question.q.shape[:2], question.v.shape[2])
-    of = getattr(question, name[1:])  # dq of q, gsinks of sinks
-    return None if of is None else tuple(of.shape)
-
-
 def empty(question: Question, stage: str) -> Answers:
-    """What a stage gives before any view has stored something."""
-    shapes = {name: _shape(question, name) for name in RESULTS[stage] if name != "delta"}
-    of_no_key = {"lse": -np.inf, "jvp lse": -np.inf}
-    return {n: np.full(x, of_no_key.get(n, 0.0)) for n, x in shapes.items() if x is not None}
+    """What a stage gives before any view has stored something; no gradient of what there is not."""
+    by_rows, found = question.q.shape[:2], dict[str, Floats]()
+    for name in (name for name in RESULTS[stage] if name != "delta"):
+        if name in BY_ROW:
+            found[name] = np.full(by_rows[::-1], -np.inf if name in ("lse", "jvp lse") else 0.0)
+        elif "out" in name:
+            found[name] = np.zeros((*by_rows, question.v.shape[2]))
+        elif (of := getattr(question, name[1:])) is not None:  # dq of q, gsinks of sinks
+            found[name] = np.zeros(of.shape)
+    return found
 
 
 def _store(array: Floats, name: str, x: Floats, c: Context) -> None:

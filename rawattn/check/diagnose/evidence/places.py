@@ -76,8 +76,8 @@ class Places:
             free = (self.slots != OWN) & (not self.question.causal)
             return np.asarray((self.slots != ABSENT) & (free | (self.j <= self.p)))
         left, right = self.question.mask_window
-        away = self.j - self.p
-        return self.own & ((away >= -left) | (left < 0)) & ((away <= right) | (right < 0))
+        away, own = self.j - self.p, self.own
+        return np.asarray(own & ((away >= -left) | (left < 0)) & ((away <= right) | (right < 0)))
 
     @property
     def rights(self) -> Array:

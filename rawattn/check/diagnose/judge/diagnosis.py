@@ -122,13 +122,15 @@ def _judge(
     answers = {} if races else answers  # which cannot be judged
     empty_ones, answers = proofs.of_empty(question, answers, side)
     verdicts: list[StageVerdict] = []
-    hints = told.general
+    # what was read such that it can be planted in problems of other lengths
+    plain = [one.bug for one in told.of if one.bug is not None and one.support.plain]
+    told = replace(told, hints=plain)
     for stage in question.stages:
-        verdict = Stage(question, answers, stage, until, told, hints).verdict()
+        verdict = Stage(question, answers, stage, until, told).verdict()
         if verdict is not None:
             verdicts.append(verdict)
             if verdict.explained and not verdict.unexplained:
-                hints.append(verdict.explained[0].prediction.bug)
+                told = replace(told, hints=[*told.hints, verdict.explained[0].prediction.bug])
     sound = {", ".join(of.right): of.precision for of in verdicts if of.sound}
     facts = [f"{side}: {names} right, with rounding as of {of}" for names, of in sound.items()]
     facts += [f"{side}: {verdict.work.stage}: {CUT}" for verdict in verdicts if verdict.cut]

@@ -121,27 +121,21 @@ class Stage:
     """What a side says to one stage, what is right, and the fits, computed when asked for. asked:
     question, answers and stage. found: its arrays. rights: predictions without a bug, of other
     sources. rows: those that can be judged. From ``until`` on, by effort.spent(), only the usual
-    bugs are tried. hints: the bugs that other stages have. readings: of the function: nothing else
-    is tried where what was ``told`` or shown explains everything and has a name."""
+    bugs are tried. of: what was read of the function, or shown by others: nothing else is tried
+    where that explains everything and has a name."""
 
     def __init__(
-        self,
-        question: Question,
-        answers: Answers,
-        stage: str,
-        until: float,
-        readings: Readings = UNREAD,
-        hints: Sequence[Bug] = (),
+        self, question: Question, answers: Answers, stage: str, until: float, of: Readings = UNREAD
     ) -> None:
         self.question, self.answers, self.stage = self.asked = question, answers, stage
         self.given = None if stage in ("forward", "jvp") else question.given_to_backward(answers)
-        self.until, self.shown = until, readings.shown
-        self.allows = partial(readings.allows, stage=stage)
-        self.hints = [bug for bug in hints if stage in bug.stages]
-        self.read = [bug for bug in readings.bugs if stage in bug.stages]
+        self.until, self.shown = until, of.shown
+        self.allows = partial(of.allows, stage=stage)
+        self.hints = [bug for bug in of.hints if stage in bug.stages]
+        self.read = [bug for bug in of.bugs if stage in bug.stages]
         # of what was read: masks are told by listed bugs in fewer words
-        told = [bug for bug in self.read if bug.name not in LOOSE]
-        self.told = [bug for bug in told if bug.see is None or bug.name.startswith("sparse-")]
+        named = [bug for bug in self.read if bug.name not in LOOSE]
+        self.told = [bug for bug in named if bug.see is None or bug.name.startswith("sparse-")]
         self.found = {name: np.asarray(answers[name]) for name in STAGES[stage] if name in answers}
         right_ones = self.planted(RIGHT if stage == "second" else RIGHT[:1])
         self.rights = [*right_ones, *self.with_other_inputs([NO_BUG])]

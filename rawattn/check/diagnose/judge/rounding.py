@@ -131,8 +131,7 @@ def narrowed(verdict: StageVerdict, tensors: Sequence[str]) -> tuple[str, str, f
             if of_product and coarse - left.keys():
                 continue
             some = min(left.values(), default=1.0) < EXACT**2 and not of_product
-            share = (min if some else max)(left.values(), default=1.0)
-            share = math.sqrt(max(0.0, share))
+            share = math.sqrt(max(0.0, (min if some else max)(left.values(), default=1.0)))
             if share < (ALL_BUT if of_product else NARROWS):
                 named = [name for name, of_it in left.items() if of_it < NARROWS**2]
                 unlike = len(left) - len(named)
