@@ -88,8 +88,7 @@ class View:
 
 Passed = tuple[Floats, Floats]  # out and lse, to a backward pass
 Given = Passed | None
-Views = tuple[View, ...]
-See = Callable[[Question, Views], Sequence[View]]
+See = Callable[[Question, tuple[View, ...]], Sequence[View]]
 Store = Callable[[Question, Answers], Answers]
 Only = Callable[[View], bool]
 

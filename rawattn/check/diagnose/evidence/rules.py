@@ -144,8 +144,7 @@ def _spans(shown: Sequence[Shown], inside: Array, names: Iterable[str]) -> list[
 
 def _rules(spans: Sequence[_Left], count: int) -> Iterator[Rule]:
     """Rules of so many intervals, the plainest first, unions and bounds by turns."""
-    kinds = ([one for one in spans if one.every == every] for every in (False, True))
-    told = ([*_exact(kind, count)] for kind in kinds)
+    told = ([*_exact([x for x in spans if x.every == every], count)] for every in (False, True))
     in_order = sorted(filter(None, told), key=lambda rules: rules[0].size)
     yield from (rule for rules in zip_longest(*in_order) for rule in rules if rule)
 

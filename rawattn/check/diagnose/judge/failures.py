@@ -284,7 +284,10 @@ def _asked(
         except Unsupported as lack:
             return Diagnosis(f"{one.name}: {lack}", ())
         except Exception as error:  # whatever a candidate throws is its result
-            judged[side] = Diagnosis(one.name, (_raised(side, error, question),))
+            kind, look_at = type(error).__name__, "the function itself, called with these lengths"
+            given = (side, "unknown", sizes_of(question), "proved", (f"{kind}: {error}",))
+            raised = finding(*given, title=f"it raises {kind}", look_at=look_at)
+            judged[side] = Diagnosis(one.name, (raised,))
             continue
         found = diagnose(question, _as_due(question, answers), side=side, until=until, **known)
         strange = _of_dtypes(side, question, answers)
@@ -303,13 +306,6 @@ def _read(candidate: Candidate, question: Question) -> Readings:
         return _gives(candidate, question, dict.fromkeys(question.stages, bug)) is True
 
     return read(question, ask, enough=enough)
-
-
-def _raised(side: str, error: Exception, question: Question) -> Finding:
-    kind = type(error).__name__
-    given = (side, "unknown", sizes_of(question), "proved", (f"{kind}: {error}",))
-    look_at = "the function itself, called with these lengths"
-    return finding(*given, title=f"it raises {kind}", look_at=look_at)
 
 
 def _of_dtypes(side: str, question: Question, answers: Answers) -> list[Finding]:

@@ -46,9 +46,7 @@ KERNELS = (
 GENERIC = ("wrong-keys", "sparse-inverted-lists", "unknown")  # what others say more exactly
 LOOSE = (*GENERIC, "denominator", "pairs-dropped")  # of what is read, likewise
 BEYOND = ("second", "jvp")
-INFERRED = (online, inputs, unwritten)
-BY_OUT = {"tO": second_order.by_given_out}  # a double backward may use the out that it was given
-RIGHT = (NO_BUG, replace(NO_BUG, steps=BY_OUT))
+RIGHT = (NO_BUG, replace(NO_BUG, steps={"tO": second_order.by_given_out}))  # tO by the given out
 
 
 @dataclass(frozen=True, eq=False)
@@ -225,7 +223,7 @@ class Stage:
     def every(self) -> list[Prediction]:
         """Also those that answers tell, that no rule says, and of other inputs of a backward."""
         bugs = [bug for bug in self.read if bug not in self.hints]
-        for of in INFERRED if not over(self.until) else ():
+        for of in (online, inputs, unwritten) if not over(self.until) else ():
             with _searching():
                 bugs += of.bugs(*self.asked)
         bugs = [bug for bug in bugs if self.stage in bug.stages and self.allows(bug)]

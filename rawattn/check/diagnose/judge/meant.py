@@ -21,8 +21,7 @@ Option = tuple[str, dict[str, Any]]  # what may have been meant, in words, and a
 def options(
     question: Question, answers: Answers, left_out: Collection[str], *, forward: bool
 ) -> Iterator[Option]:
-    """What may have been meant of what is ``left_out``. forward: the forward pass is wrong, so that
-    what is wrong with the backward pass may follow from it."""
+    """What may have been meant of what is ``left_out``; ``forward``: the forward pass is wrong."""
     if "causal" in left_out:
         yield f"causal = {not question.causal}", {"causal": not question.causal}
     if question.sparse:

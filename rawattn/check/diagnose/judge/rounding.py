@@ -85,8 +85,7 @@ def of_wrong(verdict: StageVerdict, side: str) -> list[Finding]:
     form, told, left = narrowed(verdict, verdict.unexplained)
     if left >= EXACT and (found := in_16_bits(verdict, side, verdict.unexplained)):
         return found
-    given = side, "narrow-intermediate", where, "high", (told,)
-    return [finding(*given, form=form)] if form else []
+    return [finding(side, "narrow-intermediate", where, "high", (told,), form=form)] if form else []
 
 
 def _followed(

@@ -28,8 +28,7 @@ def costs_of(q: Question | Case) -> list[int]:
 
 
 def cut(question: Question, answers: Answers) -> tuple[Question, Answers, str]:
-    """Some neighbouring sequences, as many as there is time for; and what was done, in words. Of a
-    single sequence that is too long, some key/value heads with their groups."""
+    """Neighbouring sequences, or heads of a long one, that there is time for; and that in words."""
     costs = costs_of(question)
     if sum(costs) <= SCORES:
         return question, answers, ""
