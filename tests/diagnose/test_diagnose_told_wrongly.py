@@ -400,8 +400,9 @@ def test_what_cannot_be_planted_is_no_crash() -> None:
     question = packed()
     wrong = computed(question, {"Y": by(1.7)})
     with pytest.warns(match.SearchFailed, match="read on other lengths"):
-        told = [Bug("wrong-keys", see=see)]
-        found = match.Stage(question, wrong, "forward", np.inf, told=told).verdict()
+        work = match.Stage(question, wrong, "forward", np.inf)
+        work.read = [Bug("wrong-keys", see=see)]
+        found = work.verdict()
     assert found is not None and not found.sound
 
 

@@ -21,7 +21,6 @@ __all__ = ["STEPS", "Context", "Floats", "Step", "changed"]  # too
 
 
 def exact(x: Floats) -> Floats:
-    """No rounding."""
     return x
 
 
@@ -89,13 +88,12 @@ class View:
 
 Passed = tuple[Floats, Floats]  # out and lse, to a backward pass
 Given = Passed | None
-Views = tuple[View, ...]
-See = Callable[[Question, Views], Sequence[View]]
+See = Callable[[Question, tuple[View, ...]], Sequence[View]]
 Store = Callable[[Question, Answers], Answers]
 Only = Callable[[View], bool]
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Bug:
     """A bug of class ``name`` in one of its ``variant`` forms, planted in some stages. alike: bugs
     with equal ones do the same to the sequence that they are tried on first."""
@@ -109,7 +107,6 @@ class Bug:
     alike: object = None
 
     def at(self, *stages: str) -> "Bug":
-        """The same in other stages."""
         return replace(self, stages=stages)
 
 
@@ -138,8 +135,7 @@ def views_of(question: Question, sliding: bool = False) -> tuple[View, ...]:
 def sparse_views(
     question: Question, lists: Lists | None = None, like: Sequence[View] | None = None
 ) -> Iterator[View]:
-    """Those of block-sparse attention, whose queries walk ``lists``, by default the right ones;
-    ``like``: those of the same sequences and heads alone."""
+    """Of queries that walk ``lists``, by default the right ones; of heads of ``like`` alone."""
     wanted = None if like is None else {(view.sequence, view.head_kv) for view in like}
     lists = lists_of(question) if lists is None else lists
     for b, rows, keys in sequences(question):
@@ -166,7 +162,6 @@ def sequences(question: Question) -> Iterator[tuple[int, np.ndarray, np.ndarray]
 
 
 def heads_of(question: Question, head_kv: int) -> np.ndarray:
-    """The query heads of a key/value head."""
     return np.arange(head_kv * question.group, (head_kv + 1) * question.group)
 
 
@@ -305,21 +300,17 @@ def _context(asked: Pass, view: View) -> Context:
     return c
 
 
-def _shape(question: Question, name: str) -> tuple[int, ...] | None:
-    """That of a result; None where there is none, for lack of a gate or sinks."""
-    if name in BY_ROW:
-        return tuple(question.q.shape[1::-1])
-    if "out" in name:
-        return (*question.q.shape[:2], question.v.shape[2])
-    of = getattr(question, name[1:])  # dq of q, gsinks of sinks
-    return None if of is None else tuple(of.shape)
-
-
 def empty(question: Question, stage: str) -> Answers:
-    """What a stage gives before any view has stored something."""
-    shapes = {name: _shape(question, name) for name in RESULTS[stage] if name != "delta"}
-    of_no_key = {"lse": -np.inf, "jvp lse": -np.inf}
-    return {n: np.full(x, of_no_key.get(n, 0.0)) for n, x in shapes.items() if x is not None}
+    """What a stage gives before any view has stored something; no gradient of what there is not."""
+    by_rows, found = question.q.shape[:2], dict[str, Floats]()
+    for name in (name for name in RESULTS[stage] if name != "delta"):
+        if name in BY_ROW:
+            found[name] = np.full(by_rows[::-1], -np.inf if name in ("lse", "jvp lse") else 0.0)
+        elif "out" in name:
+            found[name] = np.zeros((*by_rows, question.v.shape[2]))
+        elif (of := getattr(question, name[1:])) is not None:  # dq of q, gsinks of sinks
+            found[name] = np.zeros(of.shape)
+    return found
 
 
 def _store(array: Floats, name: str, x: Floats, c: Context) -> None:

@@ -83,7 +83,6 @@ class Lists:
 
     @property
     def has_own(self) -> Ints:
-        """Whether there is an own block to walk."""
         return np.asarray(self.own & (self.own_block >= 0) & (self.own_block < self.blocks))
 
     @cached_property
@@ -139,7 +138,6 @@ def before(block: Ints, there: Ints) -> Ints:
 
 
 def lists_of(question: Question) -> Lists:
-    """The right ones."""
     named = np.asarray(question.block_indices).astype(np.int64)
     own = np.full((*named.shape[:2], 1), question.own)
     cut = np.concatenate([np.full(named.shape, question.causal), own | True], axis=2)

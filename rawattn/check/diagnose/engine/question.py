@@ -187,10 +187,8 @@ def part(
         changes[f"cu_seqlens_{of}"] = offsets - offsets[0]
     if question.seqused_k is not None:
         changes["seqused_k"] = question.seqused_k[first:stop]
-    found = {}
-    for name, x in answers.items():
-        if name in OF_SINKS:
-            continue
+    found = {name: x for name, x in answers.items() if name not in OF_SINKS}
+    for name, x in found.items():
         of = side_of(name)
         found[name] = x[:, rows["q"]] if name in BY_ROW else x[rows[of]]
         if past and of == "k":

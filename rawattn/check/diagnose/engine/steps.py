@@ -54,8 +54,7 @@ def sunk(value: Step) -> Step:
 
 
 def times(a: Floats, b: Floats) -> Floats:
-    """a (heads, n, x) times b (x, y) as one product, which is many times faster than one a head; or
-    times b (heads, x, y), where heads read other keys."""
+    """a (heads, n, x) times b (x, y) as one product, which is faster, or times b (heads, x, y)."""
     if b.ndim == 3:
         return np.asarray(a @ b)
     product: Floats = a.reshape(math.prod(a.shape[:-1]), a.shape[-1]) @ b

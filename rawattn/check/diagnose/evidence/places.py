@@ -67,7 +67,6 @@ class Places:
         return self if selection == self.selection else places_of(q, selection)
 
     def of_head(self, head: int) -> "Places":
-        """The same with features of the head."""
         return places_of(self.question, self.of(head).selection, head)
 
     @cached_property
@@ -77,10 +76,8 @@ class Places:
             free = (self.slots != OWN) & (not self.question.causal)
             return np.asarray((self.slots != ABSENT) & (free | (self.j <= self.p)))
         left, right = self.question.mask_window
-        seen = self.own.copy()
-        seen &= (self.j - self.p >= -left) | (left < 0)
-        seen &= (self.j - self.p <= right) | (right < 0)
-        return seen
+        away, own = self.j - self.p, self.own
+        return np.asarray(own & ((away >= -left) | (left < 0)) & ((away <= right) | (right < 0)))
 
     @property
     def rights(self) -> Array:
@@ -89,8 +86,7 @@ class Places:
 
     @cached_property
     def slots(self) -> Array:
-        """(total_q, total_k), of block-sparse attention: which slot names the key's block; OWN of
-        the query's own block where none does, ABSENT of others."""
+        """(total_q, total_k): the slot that names the key's block, OWN of the own one, ABSENT."""
         return np.asarray(_slots(self.question)[self.selection][self.query[:, 0]])
 
     @cached_property
@@ -166,8 +162,7 @@ class Places:
     @cached_property
     def loops(self) -> dict[str, Callable[[], Array]]:
         """Bounds of loops over tiles of keys, as the first and the last row of a tile of queries
-        have them, and of loops over tiles of queries as keys have them: how many tiles a pair is
-        behind. These are tried where no plain feature tells."""
+        have them, and of loops over tiles of queries as keys have them: tiles a pair is behind."""
         own = "i" if self.aligned else "p"
         (left, right), shift = self.question.mask_window, self.m - self.n
         sides = {"": 0, "window_left": -max(left, 0), "window_right": max(right, 0)}
@@ -195,16 +190,14 @@ class Places:
         return found
 
     def _of_tiles(self, t: int, of: str) -> dict[str, Callable[[], Array]]:
-        i, j, p, n, m = self.i, self.j, self.p, self.n, self.m
+        i, j, p, n, m, last = self.i, self.j, self.p, self.n, self.m, EDGES["last"]
         return {
             f"j // {t} - {of} // {t}": lambda: j // t - p // t,
             **of_tiles("j", j, "seqlen_k", m, t),
             **of_tiles("i", i, "seqlen_q", n, t),
             f"(j - {of}) % {t}": lambda: (j - p) % t,
             f"(j - {of} // {t} * {t})": lambda: j - p // t * t,
-            f"(j - {of} of the last row of its tile of {t})": lambda: (
-                j - p + i - np.minimum(i // t * t + t, n) + 1
-            ),
+            f"(j - {of} of the last row of its tile of {t})": lambda: j - p + i - last(i, t, n),
             f"(j // {t} * {t} - {of})": lambda: j // t * t - p,
         }
 
@@ -238,17 +231,13 @@ class Places:
         }
 
     def _of_lists(self) -> dict[str, Callable[[], Array]]:
-        q, size, slots = self.question, self.question.block_size, self.slots
-        named = np.asarray(q.block_indices)[self.query[:, 0], self.selection]
-        count = named.shape[1]
-        if q.block_counts is not None:
-            count = np.asarray(q.block_counts)[self.query, self.selection].clip(0, count)
-        inside = (named >= 0) & (named < -(-self.m // size))
-        counted = np.arange(named.shape[1]) < count
-        held = inside & counted
-        block = self.j // size
+        lists, j, size = lists_of(self.question), self.j, self.question.block_size
+        of = lists.named, lists.is_block, lists.counted
+        named, inside, counted = (x[:, self.selection] for x in of)
+        count, held = counted.sum(axis=1, keepdims=True), inside & counted
+        block, slots, past = j // size, self.slots, j >= self.m
 
-        def times(there: Array, at: Array | int = self.own) -> Array:
+        def times(there: Array, at: Array = self.own) -> Array:
             found = (named[..., None] == block[:, None]) & there[..., None]
             return np.asarray(found.sum(axis=1) * at)
 
@@ -257,9 +246,7 @@ class Places:
             "slots that count behind it": lambda: np.where(slots >= 0, count - 1 - slots, -1),
             "times the key's block is named": lambda: times(held),
             "times it is named, in slots that do not count": lambda: times(inside & ~held),
-            "times its block, counted on past the end, is named": lambda: np.where(
-                self.j >= self.m, times(counted, 1), 0
-            ),
+            "times its block, counted on past the end, is named": lambda: times(counted, past),
             "negative slots of the query": lambda: (named < 0).sum(axis=1)[:, None],
             "the key's block - the query's": lambda: block - self.p // size,
             "the key's block": lambda: block,

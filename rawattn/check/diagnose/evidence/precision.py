@@ -1,6 +1,5 @@
-"""What rounding is: the precisions of right results, and how well a prediction fits in their noise.
-How well it fits is measured row by row (a token of a head), in units of the noise that rounding
-makes there, which is found by rounding the prediction's own operations."""
+"""What rounding is: the precisions of right results, and how well a prediction fits, row by row (a
+token of a head), in units of the noise that rounding of its own operations makes there."""
 
 import math
 from collections.abc import Callable
@@ -15,7 +14,6 @@ from rawattn.check.diagnose.engine.steps import Floats, Step, times
 
 FINE = 0.02  # of a tensor's size, more than float32 makes of any that is not next to 0
 RMS_FIT, ROW_FIT = 2.5, 8.0  # units of noise: of all rows together, of the worst row
-Rows = np.ndarray | slice
 
 
 class Precision(NamedTuple):
@@ -28,7 +26,6 @@ class Precision(NamedTuple):
 
 
 def to_dtype(dtype: type) -> Callable[[Floats], Floats]:
-    """Rounded to the numbers of a dtype."""
 
     def r(x: Floats) -> Floats:
         with np.errstate(all="ignore"):
@@ -91,7 +88,7 @@ def defined(question: Question, name: str, right: Floats) -> np.ndarray:
     return np.asarray(inside[:, None] & ~np.isnan(by_rows(name, right)).any(axis=2))
 
 
-def residual(found: Floats, wanted: Floats, rows: Rows) -> Floats:
+def residual(found: Floats, wanted: Floats, rows: np.ndarray | slice) -> Floats:
     """found - wanted in these rows, (rows, columns): inf where one is not finite and unlike. A
     vector may hold NaN where inf was predicted: which of them comes out, the order of sums says."""
     a, b = found[rows], wanted[rows]
@@ -106,7 +103,7 @@ def residual(found: Floats, wanted: Floats, rows: Rows) -> Floats:
     return np.where(np.isnan(difference), np.inf, difference)
 
 
-def relative_residual(found: Floats, wanted: Floats, rows: Rows) -> float:
+def relative_residual(found: Floats, wanted: Floats, rows: np.ndarray | slice) -> float:
     """Root mean square of the residual over that of what was found."""
     difference = residual(found, wanted, rows)
     with np.errstate(over="ignore"):
@@ -169,8 +166,7 @@ def fit(
     rows: np.ndarray,
     went_in: Floats | float = 0.0,
 ) -> Fit:
-    """``found`` against the prediction ``wanted``, whose noise shows in ``rounded``. went_in:
-    ``sizes`` of the tensor's rows."""
+    """``found`` against ``wanted``, whose noise shows in ``rounded``; went_in: sizes of rows."""
     a, b, c = (by_rows(name, x) for x in (found, wanted, rounded))
     difference = residual(a, b, rows)
     if not difference.size:
@@ -181,11 +177,10 @@ def fit(
     with np.errstate(invalid="ignore"):
         error = factor * _row_rms(c - b)
     sequence = question.sequence_of(name)
-    typical, scale = np.zeros_like(error), np.zeros_like(error)
+    typical, scale = of_sequence = np.stack([error, size])
     for b_index in np.unique(sequence):
-        here = sequence == b_index
-        typical[here] = np.sqrt(np.mean(error[here] ** 2, axis=0))
-        scale[here] = np.sqrt(np.mean(size[here] ** 2, axis=0))
+        here = of_sequence[:, sequence == b_index]
+        of_sequence[:, sequence == b_index] = np.sqrt(np.mean(here**2, axis=1, keepdims=True))
     summands = max((*question.lengths_q, *question.lengths_k, question.q.shape[2])) * question.group
     accumulator = np.finfo(np.float64 if factor < 1 else np.float32).eps
     floor = accumulator * math.sqrt(summands) * np.maximum(scale, went_in)

@@ -98,8 +98,7 @@ class Shown:
 def rules_of(*shown: Shown, among: Iterable[str] | None = None) -> Iterator[Rule]:
     """Rules for a set, which hold wherever it is shown, the plainest first: the fewest intervals
     that have all of it and nothing else, or the fewest bounds, each of which has all of it, that
-    leave nothing else. What chance makes comes last, behind plain rules of one interval more.
-    ``among``: the features that are tried, if not all."""
+    leave nothing else. What chance makes comes last. ``among``: the features that are tried."""
     inside = np.concatenate([of.inside[of.domain] for of in shown])
     if not inside.any():
         return
@@ -130,7 +129,6 @@ class _Left(NamedTuple):
 
 
 def _spans(shown: Sequence[Shown], inside: Array, names: Iterable[str]) -> list[_Left]:
-    """Those of some features."""
     found = []
     for name in names:
         if not all(name in of.places.features or name in of.places.loops for of in shown):
@@ -146,8 +144,7 @@ def _spans(shown: Sequence[Shown], inside: Array, names: Iterable[str]) -> list[
 
 def _rules(spans: Sequence[_Left], count: int) -> Iterator[Rule]:
     """Rules of so many intervals, the plainest first, unions and bounds by turns."""
-    kinds = ([one for one in spans if one.every == every] for every in (False, True))
-    told = ([*_exact(kind, count)] for kind in kinds)
+    told = ([*_exact([x for x in spans if x.every == every], count)] for every in (False, True))
     in_order = sorted(filter(None, told), key=lambda rules: rules[0].size)
     yield from (rule for rules in zip_longest(*in_order) for rule in rules if rule)
 

@@ -61,10 +61,9 @@ def _of_sequence(
     first = np.argwhere(a != z)[0] - (1, KEYS // 2)  # a wrong pair, and what is before it
     i, j = np.clip(first, 0, np.maximum(np.subtract(a.shape, (QUERIES, KEYS)), 0)).tolist()
     part = slice(i, i + QUERIES), slice(j, j + KEYS)
-    queries = tuple(range(rows)[part[0]])
     zeros = any((view.keys < 0).any() for view in found)
     shown = tuple(int(key) for key in keys[part[1]])
-    return Sight(b, head, queries, shown, length, zeros, a[part], z[part])
+    return Sight(b, head, tuple(range(rows)[part[0]]), shown, length, zeros, a[part], z[part])
 
 
 def _seen(

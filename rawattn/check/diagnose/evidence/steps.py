@@ -1,6 +1,5 @@
-"""The intermediates of one sequence: the right ones, and the step at which others part from them.
-Of a forward pass S and P, of a backward pass dP and dS, of the second order the tangents E of S, tP
-of P and tdS of dS; each (num_heads_q, seqlen_q, seqlen_k)."""
+"""The intermediates of one sequence, each (num_heads_q, seqlen_q, seqlen_k): the right ones, and
+the step at which others part from them. E, tP and tdS are the tangents of S, P and dS."""
 
 from typing import NamedTuple
 
@@ -25,8 +24,7 @@ NEAR = {8: 1e-9, 4: 1e-4, 2: 0.03}  # of the size, by the bytes of a number of q
 
 
 def intermediates(question: Question, answers: Answers, sequence: int) -> Answers:
-    """The right ones of a sequence, a backward pass given the out and lse that ``answers`` say.
-    Raises ValueError where there is no such sequence."""
+    """The right ones of a sequence, by the out and lse that ``answers`` say. Raises ValueError."""
     if not 0 <= sequence < question.batch:
         raise ValueError(f"sequence {sequence} of {question.batch} sequences, counted from 0 on")
     lengths = question.lengths_q[sequence], question.lengths_k[sequence]

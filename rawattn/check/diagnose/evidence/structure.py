@@ -12,7 +12,6 @@ from rawattn.check.diagnose.engine.question import OF_KEYS, OF_SLOTS, Question, 
 from rawattn.check.diagnose.evidence.places import TILES, of_tiles
 from rawattn.check.diagnose.evidence.rules import Shown, rules_of
 
-ROWS = {"q": "row", "k": "key"}
 Bools = npt.NDArray[np.bool_]
 Ints = npt.NDArray[np.int64]
 
@@ -30,10 +29,9 @@ def named(what: str, indices: Any) -> str:
 
 
 def where(question: Question, tensor: str, bad: Bools, among: Bools | bool = True) -> Iterator[str]:
-    """Where the ``bad`` rows (tokens, heads) lie: heads, sequences, rows by a rule or how many, in
-    sentences; ``among``: rows that others are told from."""
+    """Where the ``bad`` rows (tokens, heads) lie, told from all of ``among``, in sentences."""
     within = question.sequence_of(tensor)
-    there, row = within >= 0, ROWS[side_of(tensor)]
+    there, row = within >= 0, "key" if side_of(tensor) == "k" else "row"
     head = "kv head" if tensor in OF_KEYS else "selection head" if tensor in OF_SLOTS else "head"
     bad, heads = bad & there[:, None], bad.shape[1]
     if not bad.any():
@@ -60,8 +58,7 @@ def where(question: Question, tensor: str, bad: Bools, among: Bools | bool = Tru
 
 
 class _Rows:
-    """Rows of a tensor of so many heads, like ``Places``: integers by what they are called, (1,
-    rows) or (heads, rows), of which rules are made."""
+    """Rows of a tensor of so many heads, like ``Places``; features (1, rows) or (heads, rows)."""
 
     def __init__(self, question: Question, tensor: str, heads: int) -> None:
         q, side, h = question, side_of(tensor), np.arange(heads)[:, None]

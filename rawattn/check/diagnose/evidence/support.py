@@ -22,8 +22,7 @@ _Read = tuple[Places, Array, Array]  # on a problem, by head: pairs that are kno
 
 @dataclass(frozen=True, eq=False)
 class Part:
-    """Pairs of one of KINDS, alike in some ``heads``; no rule was found for it if that is None.
-    others: rules that hold as well where it was read."""
+    """Pairs of one of KINDS, alike in some ``heads``; others: rules that hold there as well."""
 
     kind: str
     heads: tuple[int, ...]
@@ -38,9 +37,8 @@ class Part:
 
 @dataclass(frozen=True, eq=False)
 class Support:
-    """seen (num_heads_q, total_q, total_k) as it was read at ``places``. whole: all that is seen,
-    where one rule tells that. second: where rules hold as well. listed: a change of views that is
-    all of it, in place of rules."""
+    """seen (num_heads_q, total_q, total_k) as it was read at ``places``; rules hold at ``second``
+    too. whole: one rule for all that is seen. listed: a change of views that is all of it."""
 
     places: Places
     seen: Array
@@ -51,7 +49,6 @@ class Support:
 
     @property
     def told(self) -> tuple[Part, ...]:
-        """What is said of it."""
         return self.parts if self.whole is None else (self.whole,)
 
     @property
@@ -78,8 +75,7 @@ class Support:
         return _inside(kind, self.places, self.seen)
 
     def at(self, places: Places) -> Array:
-        """Who sees whom elsewhere, (num_heads_q, total_q, total_k); ValueError where only what was
-        read is known, of other lengths."""
+        """Who sees whom elsewhere, like seen; ValueError where that is known of no such lengths."""
         if self.listed is not None:
             return pairs_of(places.question, self.listed)
         if not self.named:
@@ -121,8 +117,17 @@ class Support:
         """The same as a change of views."""
         if self.listed is not None:
             return self.listed(question, views)
-        places = places_of(question)
-        return list(_views(places, views, self.at(places).astype(np.float64)))
+        places, found = places_of(question), list[View]()
+        seen = self.at(places).astype(np.float64)
+        for view in views:
+            weight = seen[np.ix_(view.heads, view.rows)]
+            keys = np.flatnonzero(weight.any(axis=(0, 1)) | places.own[view.rows[0]])
+            slot = None
+            if view.slot is not None:
+                slots = np.stack([places.of(head).slots for head in view.heads])
+                slot = slots[:, view.rows][..., keys]
+            found.append(replace(view, keys=keys, weight=weight[..., keys], slot=slot))
+        return found
 
 
 def support_of(*read: tuple[Places, Array, Array]) -> Support:
@@ -139,14 +144,14 @@ def support_of(*read: tuple[Places, Array, Array]) -> Support:
         both = [(of, known, x) for (of, _, known), x in zip(read, (here, there), strict=True)]
         every = tuple(range(len(seen)))
         if places.question.sparse and groups:  # of lists that differ
-            common = _part(kind, every, _rules(kind, both, every))
+            common = _part(kind, every, both, every)
             if common.rule is not None:
                 parts.append(common)
                 continue
-        told = [_part(kind, heads, _rules(kind, both, heads[:1])) for heads in groups.values()]
+        told = [_part(kind, heads, both, heads[:1]) for heads in groups.values()]
         rules = {part.rule for part in told}
         if len(told) > 1 and (len(rules) > 1 or None in rules):  # one for all, if there is one
-            one = _part(kind, every, _rules(kind, both, every, by_head=True))
+            one = _part(kind, every, both, every, by_head=True)
             told = told if one.rule is None else [one]
         same: dict[Rule | None, Part] = {}
         for part in told:
@@ -168,19 +173,16 @@ def pairs_of(question: Question, see: See) -> Array:
     return found
 
 
-def _part(kind: str, heads: Iterable[int], rules: Iterator[Rule]) -> Part:
-    return Part(kind, tuple(heads), next(rules, None), rules)
-
-
-def _rules(
-    kind: str, read: Sequence[_Read], heads: Iterable[int], by_head: bool = False
-) -> Iterator[Rule]:
-    """Of some heads on all problems; ``by_head``: of all, by which head it is."""
+def _part(
+    kind: str, heads: Sequence[int], on: Sequence[_Read], of: Sequence[int], by_head: bool = False
+) -> Part:
+    """Of ``heads``, by what is on all problems ``of`` some; ``by_head``: by which head it is."""
     shown = []
-    for (places, known, inside), head in product(read, heads):
-        of = places.of_head(head) if by_head else places.of(head)
-        shown.append(Shown(of, _domain(of, kind) & known[head], inside[head]))
-    return rules_of(*shown, among=read[0][0].by_head if by_head else None)
+    for (places, known, inside), head in product(on, of):
+        at = places.of_head(head) if by_head else places.of(head)
+        shown.append(Shown(at, _domain(at, kind) & known[head], inside[head]))
+    rules = rules_of(*shown, among=on[0][0].by_head if by_head else None)
+    return Part(kind, tuple(heads), next(rules, None), rules)
 
 
 def _whole(*read: _Read, own: bool) -> Part | None:
@@ -189,7 +191,7 @@ def _whole(*read: _Read, own: bool) -> Part | None:
     if not sparse and any((seen != seen[:1]).any() for _, seen, _ in read):
         return None
     kind, both = OWN if own else ANY, [(of, known, seen > 0) for of, seen, known in read]
-    whole = _part(kind, heads, _rules(kind, both, heads if sparse else heads[:1]))
+    whole = _part(kind, heads, both, heads if sparse else heads[:1])
     return whole if whole.rule else None
 
 
@@ -206,13 +208,3 @@ def _domain(places: Places, kind: str) -> Array:
     if kind in (OWN, ANY):
         return places.own if kind == OWN else np.broadcast_to(places.b >= 0, places.own.shape)
     return places.own & ~places.right if kind == MORE else places.right
-
-
-def _views(places: Places, views: Sequence[View], seen: Array) -> Iterator[View]:
-    for view in views:
-        weight = seen[np.ix_(view.heads, view.rows)]
-        keys = np.flatnonzero(weight.any(axis=(0, 1)) | places.own[view.rows[0]])
-        slot = None
-        if view.slot is not None:
-            slot = np.stack([places.of(head).slots for head in view.heads])[:, view.rows][..., keys]
-        yield replace(view, keys=keys, weight=weight[..., keys], slot=slot)

@@ -1,7 +1,6 @@
-"""``diagnose``: which side is wrong, and which bug it is, with the evidence. Each side is judged on
-its own: by the bugs of the catalogue (``match``), by whose rounding it is (``rounding``), and by
-proofs from other runs and from structure for bugs that nobody can plant (``proofs``). What stages
-have in common is one finding. Long by the evidence in words."""
+"""``diagnose``: which side is wrong, and which bug it is. Each side is judged on its own: by the
+bugs of the catalogue (``match``), by whose rounding it is (``rounding``), and for bugs that nobody
+can plant by proofs from other runs and structure (``proofs``). Long by the evidence in words."""
 
 import math
 from collections.abc import Callable, Mapping, Sequence
@@ -123,17 +122,18 @@ def _judge(
     answers = {} if races else answers  # which cannot be judged
     empty_ones, answers = proofs.of_empty(question, answers, side)
     verdicts: list[StageVerdict] = []
-    hints = told.general
+    # what was read such that it can be planted in problems of other lengths
+    plain = [one.bug for one in told.of if one.bug is not None and one.support.plain]
+    told = replace(told, hints=plain)
     for stage in question.stages:
-        known = hints, told.bugs, told.shown, partial(told.allows, stage=stage)
-        verdict = Stage(question, answers, stage, until, *known).verdict()
+        verdict = Stage(question, answers, stage, until, told).verdict()
         if verdict is not None:
             verdicts.append(verdict)
             if verdict.explained and not verdict.unexplained:
-                hints.append(verdict.explained[0].prediction.bug)
-    sound = {", ".join(of.tensors): of.precision for of in verdicts if of.sound}
+                told = replace(told, hints=[*told.hints, verdict.explained[0].prediction.bug])
+    sound = {", ".join(of.right): of.precision for of in verdicts if of.sound}
     facts = [f"{side}: {names} right, with rounding as of {of}" for names, of in sound.items()]
-    facts += [f"{side}: {verdict.stage}: {CUT}" for verdict in verdicts if verdict.cut]
+    facts += [f"{side}: {verdict.work.stage}: {CUT}" for verdict in verdicts if verdict.cut]
     findings = _resolve(question, side, verdicts)
     zeros = any(one.bug == "vacuous" for one in empty_ones)
     for verdict in verdicts:
@@ -160,7 +160,7 @@ class _Part(NamedTuple):
 
 def _resolve(question: Question, side: str, verdicts: Sequence[StageVerdict]) -> list[Finding]:
     """One finding for each bug, the bugs as few as will do."""
-    wrong = {verdict.stage for verdict in verdicts if not verdict.sound}
+    wrong = {verdict.work.stage for verdict in verdicts if not verdict.sound}
     left: list[_Part] = []
     findings: list[Finding] = []
     for verdict in verdicts:
@@ -176,9 +176,8 @@ def _resolve(question: Question, side: str, verdicts: Sequence[StageVerdict]) ->
 
     found: list[Finding] = []
     while left:
-        names = {name for part in left for name in part.best}
-        parts = {name: [part for part in left if name in part.best] for name in names}
-        name = min(names, key=lambda name: merit(name, parts[name]))
+        parts = {name: [x for x in left if name in x.best] for part in left for name in part.best}
+        name = min(parts, key=lambda name: merit(name, parts[name]))
         alike = set.intersection(*({*part.best} for part in parts[name])) - {name, *match.LOOSE}
         others = sorted(alike, key=lambda other: ORDER[other])
         found.append(_found(question, side, name, parts[name], others))
@@ -194,22 +193,21 @@ def _found(
     wrong = {name: of for name, of in works.items() if not of.null[name].good}
     bugs = [part.best[name].prediction.bug for part in parts]
     form, must = bugs[0].variant, mask_rule(question)
-    where = " and ".join(dict.fromkeys(PASSES[part.verdict.stage] for part in parts))
+    where = " and ".join(dict.fromkeys(PASSES[part.verdict.work.stage] for part in parts))
     cut = any(part.verdict.cut for part in parts)
     evidence = [_said(name, parts, form, must), *[CUT] * cut]
     clear = not cut and not others and not any(part.verdict.unexplained for part in parts)
     summed = name == "rows-not-written" and {*wrong} <= {*OF_KEYS}  # over queries, maybe none
-    clear = clear and _in_numbers(wrong) and not summed
+    clear = clear and _in_numbers(question, wrong) and not summed
     clear = clear and not any(words in form for words in match.INEXACT)
     clear = clear and not (name in OF_LENGTHS and _sequences(question, wrong) <= OF_LENGTHS[name])
     where = f"{where}: {', '.join(wrong or works)}"
     given = side, name, where, "high" if clear else "medium", evidence, tuple(others)
     forms, *more = (part.verdict.forms(name, part.tensors) for part in parts)
     alike = tuple(x for x in forms if all(x in others for others in more))
-    planted = {part.verdict.stage: bug for part, bug in zip(parts, bugs, strict=True)}
-    finding = proofs.finding(*given, title=_title(name, form, must))
-    sight = sight_of(question, bugs[0])
-    return replace(finding, form=form, forms=alike, planted=planted, sight=sight)
+    planted = {part.verdict.work.stage: bug for part, bug in zip(parts, bugs, strict=True)}
+    one = proofs.finding(*given, title=_title(name, form, must))
+    return replace(one, form=form, forms=alike, planted=planted, sight=sight_of(question, bugs[0]))
 
 
 def _title(name: str, form: str, must: str) -> str:
@@ -245,11 +243,9 @@ def _sequences(question: Question, wrong: Mapping[str, StageVerdict]) -> int:
     return len({*np.concatenate([question.sequence_of(name)[rows] for name, rows in bad.items()])})
 
 
-def _in_numbers(wrong: Mapping[str, StageVerdict]) -> bool:
+def _in_numbers(q: Question, wrong: Mapping[str, StageVerdict]) -> bool:
     """Whether numbers are wrong, and not just which NaN of the inputs came through."""
-    questions = [of.work.question for of in wrong.values()]
-    inputs = [x for q in questions for x in (q.q, q.k, q.v, q.dout)]
-    if not any(x is not None and np.isnan(x).any() for x in inputs):
+    if not any(x is not None and np.isnan(x).any() for x in (q.q, q.k, q.v, q.dout)):
         return True
     pairs = (of.work.pair(name) for name, of in wrong.items())
     return any(bool((np.isfinite(x) & ~np.isclose(x, y, 0.1, 0.0)).any()) for x, y in pairs)

@@ -1,7 +1,6 @@
-"""From a case that fails to a diagnosis: the candidate is asked again, on small problems. Those
-have the mask, the heads and the dtype of the case, but lengths that tell bugs apart, and no traps.
-What only the case itself shows, with its NaN and its strides, is looked for there. Long by the two
-ways between cases and questions: a change of one must be made in the other."""
+"""From a case that fails to a diagnosis: the candidate is asked again, on small problems like it,
+with lengths that tell bugs apart and no traps, and then on the case itself. Long by the two ways
+between cases and questions: a change of one must be made in the other."""
 
 import math
 from collections import Counter
@@ -57,8 +56,7 @@ def explain_failures(
 ) -> Diagnosis:
     """What is wrong with ``candidate``, which fails on ``cases``: one diagnosis of them all. Cases
     of the same small problem, but for its dtype, are of one kind; kinds are looked at until enough
-    of them say the same, of every dtype one where the first has no name, but none begins after
-    ``seconds`` of effort. ``other`` is what it was compared with; None is the reference."""
+    say the same or for ``seconds`` of effort. other: what it was compared with, if another one."""
     kinds: dict[Case, list[Case]] = {}
     for case in sorted(cases, key=_plainness):
         kinds.setdefault(replace(small(case), dtype=""), []).append(case)
@@ -94,8 +92,7 @@ def explain_failures(
 
 
 def _asked_once_more(candidate: Candidate, f: Finding, case: Case) -> Finding:
-    """A finding that ``case`` shows, as sure as further problems leave it: other lengths, and none
-    of an option."""
+    """A finding that ``case`` shows, as sure as problems of other lengths and options leave it."""
     asked = f.side == SIDE and f.confidence == "high"
     if asked and (lacks := [*_lacking(candidate, f, case)]):
         told = f"it does not give the numbers of other problems: {', '.join(lacks)}"
@@ -268,8 +265,7 @@ def answers_of(candidate: Candidate, question: Question) -> Answers:
     """What ``candidate`` says to ``question``. Raises Unsupported, and what it raises itself."""
     if question.dout is None:
         candidate = replace(candidate, backward=None, preprocess=None, double_backward=None)
-    results = candidate.run(_expected(question))
-    return {name: array for name, array in results.items() if name in TENSORS}
+    return {n: x for n, x in candidate.run(_expected(question)).items() if n in TENSORS}
 
 
 def reference_answers(question: Question) -> Answers:
@@ -294,7 +290,10 @@ def _asked(
         except Unsupported as lack:
             return Diagnosis(f"{one.name}: {lack}", ())
         except Exception as error:  # whatever a candidate throws is its result
-            judged[side] = Diagnosis(one.name, (_raised(side, error, question),))
+            kind, look_at = type(error).__name__, "the function itself, called with these lengths"
+            given = (side, "unknown", sizes_of(question), "proved", (f"{kind}: {error}",))
+            raised = finding(*given, title=f"it raises {kind}", look_at=look_at)
+            judged[side] = Diagnosis(one.name, (raised,))
             continue
         found = diagnose(question, _as_due(question, answers), side=side, until=until, **known)
         strange = _of_dtypes(side, question, answers)
@@ -313,13 +312,6 @@ def _read(candidate: Candidate, question: Question) -> Readings:
         return _gives(candidate, question, dict.fromkeys(question.stages, bug)) is True
 
     return read(question, ask, enough=enough)
-
-
-def _raised(side: str, error: Exception, question: Question) -> Finding:
-    kind = type(error).__name__
-    given = (side, "unknown", sizes_of(question), "proved", (f"{kind}: {error}",))
-    look_at = "the function itself, called with these lengths"
-    return finding(*given, title=f"it raises {kind}", look_at=look_at)
 
 
 def _of_dtypes(side: str, question: Question, answers: Answers) -> list[Finding]:
@@ -366,8 +358,7 @@ def _joined(title: str, found: Sequence[Kind]) -> Diagnosis:
         """The best that a case has: less where one with finer numbers says something else of the
         same tensors, or this is shown once and others have no name for it."""
         best = min(one.rank for one, _ in said[what])
-        others = [one for one in said if one != what and one[0] == what[0]]
-        others = [one for one in others if tensors[one] & tensors[what]]
+        others = [x for x in said if x != what and x[0] == what[0] and tensors[x] & tensors[what]]
         others = [x for x in others if said[x][0][0].form is not None or x[1] in NAMELESS]
         if best and any(fineness[one] > fineness[what] for one in others):
             return CONFIDENCE.index("low")
@@ -387,8 +378,8 @@ def _joined(title: str, found: Sequence[Kind]) -> Diagnosis:
         best, (cases, diagnosis) = _best(said[key])
         shown = shown if findings else diagnosis
         every = dict.fromkeys([*cases, *(case for _, kind in said[key] for case in kind[0])])
-        best = replace(best, cases=tuple(map(str, every)))
-        findings.append(replace(best, confidence=CONFIDENCE[confidence(key)]))
+        told, sure = tuple(map(str, every)), CONFIDENCE[confidence(key)]
+        findings.append(replace(best, cases=told, confidence=sure))
     return replace(shown, title=title, findings=tuple(findings))
 
 
@@ -435,9 +426,8 @@ def _expected(question: Question) -> Expected:
         zeros = np.broadcast_to(0.0, shape)
         targets[name] = Target(zeros, zeros, _dtype(q, name), nowhere, (), None, 0, 1)
     inputs: dict[str, Any] = {n: getattr(q, n) for n in (*ARRAYS, *OFFSETS, *OPTIONAL)}
-    for name in (*OFFSETS, "seqused_k"):
-        if inputs[name] is not None:
-            inputs[name] = np.asarray(inputs[name], dtype=np.int32)
+    ints = (*OFFSETS, "seqused_k")
+    inputs |= {n: np.asarray(x, np.int32) for n, x in inputs.items() if n in ints and x is not None}
     lists = {name: getattr(q, name) for name in OF_BLOCKS}
     tensors = SparseTensors(**inputs, **lists) if q.sparse else Tensors(**inputs)
     return Expected(_case(question), tensors, cast(Any, None), out, lse, targets)

@@ -1,14 +1,13 @@
 """Which bug, planted in the float64 computation, gives somebody's numbers down to rounding? Every
-stage (forward, backward, second, jvp) is judged on its own, at one precision after the other, the
-finest first: the right computation, then every bug of the catalogue, on all tensors of the stage or
-on some of them. What fits at a finer precision wins: a small bug is not taken for coarse rounding.
+stage is judged on its own, at one precision after the other, the finest first, so that a small bug
+is not taken for coarse rounding: the right computation, then every bug, on all tensors or on some.
 Long, since one bug, and some for some tensors, are chosen from the same fits."""
 
 import contextlib
 import itertools
 import math
 import warnings
-from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cache, cached_property, partial
 from typing import NamedTuple
@@ -27,6 +26,7 @@ from rawattn.check.diagnose.evidence.structure import where
 from rawattn.check.diagnose.evidence.support import NO_RULE
 from rawattn.check.diagnose.inferred import inputs, online, terms, unwritten
 from rawattn.check.diagnose.inferred.sample import Sample, in_rows, is_wrong
+from rawattn.check.diagnose.read.name import UNREAD, Readings
 
 NEAREST = 12  # predictions whose noise is computed, for each tensor
 OF_A_DISTANCE, OF_A_FIT = 0.1, 0.6
@@ -48,8 +48,7 @@ LOOSE = (*GENERIC, "denominator", "pairs-dropped")  # of what is read, likewise
 BEYOND = ("second", "jvp")
 INFERRED = (online.bugs, inputs.numbers, inputs.bugs, unwritten.bugs)
 QUICK = 2  # of these, which cost next to nothing
-BY_OUT = {"tO": second_order.by_given_out}  # a double backward may use the out that it was given
-RIGHT = (NO_BUG, replace(NO_BUG, steps=BY_OUT))
+RIGHT = (NO_BUG, replace(NO_BUG, steps={"tO": second_order.by_given_out}))  # tO by the given out
 
 
 Search = Callable[[Question, Answers, str], Iterable[Bug]]
@@ -93,7 +92,6 @@ class SearchFailed(RuntimeWarning):
 
 @contextlib.contextmanager
 def _searching() -> Iterator[None]:
-    """Let one search fail, with a warning."""
     try:
         yield
     except (IndexError, ValueError) as error:
@@ -126,29 +124,21 @@ class Stage:
     """What a side says to one stage, what is right, and the fits, computed when asked for. asked:
     question, answers and stage. found: its arrays. rights: predictions without a bug, of other
     sources. rows: those that can be judged. From ``until`` on, by effort.spent(), only the usual
-    bugs are tried. hints: the bugs that other stages have; shown: classes of bugs that other
-    problems have; told: what was read of the function: nothing else is tried where these explain
-    everything and have a name. allows: whether a bug may be what was read."""
+    bugs are tried. of: what was read of the function, or shown by others: nothing else is tried
+    where that explains everything and has a name."""
 
     def __init__(
-        self,
-        question: Question,
-        answers: Answers,
-        stage: str,
-        until: float,
-        hints: Sequence[Bug] = (),
-        told: Sequence[Bug] = (),
-        shown: Collection[str] = (),
-        allows: Callable[[Bug], bool] = bool,
+        self, question: Question, answers: Answers, stage: str, until: float, of: Readings = UNREAD
     ) -> None:
         self.question, self.answers, self.stage = self.asked = question, answers, stage
         self.given = None if stage in ("forward", "jvp") else question.given_to_backward(answers)
-        self.until, self.shown, self.allows = until, shown, allows
-        self.hints = [bug for bug in hints if stage in bug.stages]
-        self.read = [bug for bug in told if stage in bug.stages]
+        self.until, self.shown = until, of.shown
+        self.allows = partial(of.allows, stage=stage)
+        self.hints = [bug for bug in of.hints if stage in bug.stages]
+        self.read = [bug for bug in of.bugs if stage in bug.stages]
         # of what was read: masks are told by listed bugs in fewer words
-        told = [bug for bug in self.read if bug.name not in LOOSE]
-        self.told = [bug for bug in told if bug.see is None or bug.name.startswith("sparse-")]
+        named = [bug for bug in self.read if bug.name not in LOOSE]
+        self.told = [bug for bug in named if bug.see is None or bug.name.startswith("sparse-")]
         self.found = {name: np.asarray(answers[name]) for name in STAGES[stage] if name in answers}
         right_ones = self.planted(RIGHT if stage == "second" else RIGHT[:1])
         self.rights = [*right_ones, *self.with_other_inputs([NO_BUG])]
@@ -157,9 +147,8 @@ class Stage:
         self.rows = {n: noise.defined(question, n, right[n]) & self._held(n) for n in self.tensors}
         self.finest = ladder(question.dtype)[0]
         self.telling = {name for name in self.tensors if self._tells(name)}
-        self.distances: dict[tuple[Prediction, str], float] = {}
+        self.relative, self.fit = cache(self._relative), cache(self._fit)
         self.noisy: dict[tuple[Prediction, str], Answers] = {}  # by precision
-        self.fits: dict[tuple[Prediction, str, str], Fit] = {}
 
     def verdict(self) -> "StageVerdict | None":
         """What is wrong with it; None where there is nothing of it."""
@@ -249,7 +238,7 @@ class Stage:
     def families(self) -> list[Callable[[], list[Prediction]]]:
         """What else is tried, the cheapest first: what was read, that no rule says; what answers
         tell; listed bugs with the out and lse of another forward pass."""
-        read = [bug for bug in self.read if not any(bug is one for one in self.hints)]
+        read = [bug for bug in self.read if bug not in self.hints]
         families = [cache(partial(self._inferred, read, INFERRED[:QUICK]))]
         families += [cache(partial(self._inferred, [], [of])) for of in INFERRED[QUICK:]]
         return [*families, cache(self._of_others)]
@@ -277,7 +266,8 @@ class Stage:
             told = {n: bad[n] for n, x in by.items() if not noise.rows_off(*x, bad[n], SHARE).any()}
             if not told:
                 continue
-            changed = {n: self._changed(n, guess) for n in self.tensors}
+            both = {n: (self.pair(n, guess)[1], self.pair(n)[1]) for n in self.tensors}
+            changed = {n: noise.rows_off(*x, self.rows[n], SHARE) for n, x in both.items()}
             name = next(iter(told))
             places = f"in {' and '.join(told)} alone"
             if (changed[name] & ~told[name]).any():
@@ -289,9 +279,6 @@ class Stage:
             store = partial(_in_rows, told, self.rights[0].answers)
             found.append(replace(guess.bug, variant=text, store=store))
         return self.planted(found)
-
-    def _changed(self, name: str, guess: Prediction) -> np.ndarray:
-        return noise.rows_off(self.pair(name, guess)[1], self.pair(name)[1], self.rows[name], SHARE)
 
     def _held(self, name: str) -> np.ndarray:
         """All rows but those that are inf since the right values are more than their dtype holds,
@@ -327,16 +314,14 @@ class Stage:
     def leaves(self, guess: Prediction, names: set[str]) -> bool:
         """Whether a bug that does not explain these tensors does nothing to them, or what is there
         as far as it is finite; kernels of backward stages may have it each for itself."""
-        right = self.rights[0].answers
-        return self.stage not in ("forward", "jvp") or all(
-            np.allclose(guess.answers[name], right[name], equal_nan=True) or self._near(guess, name)
-            for name in names
-        )
+        own_loops = self.stage not in ("forward", "jvp")
+        return own_loops or all(self._leaves(guess, name) for name in names)
 
-    def _near(self, guess: Prediction, name: str) -> bool:
+    def _leaves(self, guess: Prediction, name: str) -> bool:
         a, b = self.pair(name, guess)
         rows = np.isfinite(a).all(axis=2) & np.isfinite(b).all(axis=2) & self.rows[name]
-        return bool(rows.any()) and relative_residual(a, b, rows) < FAR
+        near = bool(rows.any()) and relative_residual(a, b, rows) < FAR
+        return near or np.allclose(b, self.pair(name)[1], equal_nan=True)
 
     def telling_ones(self, explained: Sequence[Explained]) -> list[Explained]:
         """Those that numbers speak for; of zeros alone only what hardly anything else explains."""
@@ -344,29 +329,21 @@ class Stage:
         zeros = [one for one in explained if one not in told]
         return told + (zeros if len({one.name for one in zeros}) <= OF_ZEROS else [])
 
-    def fit(self, guess: Prediction, name: str, precision: Precision) -> Fit:
+    def _fit(self, guess: Prediction, name: str, precision: Precision) -> Fit:
         key = (guess, precision.name)
         if key not in self.noisy:
             given, how = guess.given, precision.rounding
             self.noisy[key] = solve(self.question, self.stage, guess.bug, given=given, rounding=how)
-        if (*key, name) not in self.fits:
-            spend(OF_A_FIT)
-            of = self.question, name, self.found[name], guess.answers[name], self.noisy[key][name]
-            found = fit(*of, precision.factor, self.rows[name], self.sizes.get(name, 0.0))
-            # rows that cancel scatter more where operands are coarse
-            coarse = precision.name != self.finest.name
-            found = found._replace(worst=found.worst / 2) if coarse else found
-            self.fits[*key, name] = found
-        return self.fits[*key, name]
+        spend(OF_A_FIT)
+        of = self.question, name, self.found[name], guess.answers[name], self.noisy[key][name]
+        found = fit(*of, precision.factor, self.rows[name], self.sizes.get(name, 0.0))
+        fine = precision.name == self.finest.name  # else rows that cancel scatter more
+        return found if fine else found._replace(worst=found.worst / 2)
 
-    def relative(self, guess: Prediction, name: str) -> float:
-        key = (guess, name)
-        if key not in self.distances:
-            spend(OF_A_DISTANCE)
-            a, b = self.pair(name, guess)
-            same = a.shape == b.shape
-            self.distances[key] = relative_residual(a, b, self.rows[name]) if same else math.inf
-        return self.distances[key]
+    def _relative(self, name: str, guess: Prediction) -> float:
+        spend(OF_A_DISTANCE)
+        a, b = self.pair(name, guess)
+        return relative_residual(a, b, self.rows[name]) if a.shape == b.shape else math.inf
 
     def right_at(self, precision: Precision) -> dict[str, Fit]:
         """The best fit of the right computation, by tensor."""
@@ -389,16 +366,8 @@ class StageVerdict:
     cut: bool = False
 
     @property
-    def stage(self) -> str:
-        return self.work.stage
-
-    @property
-    def tensors(self) -> tuple[str, ...]:
-        return self.work.tensors
-
-    @property
     def sound(self) -> bool:
-        return len(self.right) == len(self.tensors)
+        return len(self.right) == len(self.work.tensors)
 
     @property
     def parts(self) -> dict[tuple[str, ...], dict[str, Explained]]:
@@ -462,21 +431,22 @@ def _explain(
     right = good(null)
     wrong = tuple(name for name in work.tensors if name not in right)
     keys: list[Callable[[Prediction], float]] = []
-    keys += [partial(work.relative, name=name) for name in work.tensors]
-    keys.append(lambda guess: max(work.relative(guess, name) for name in work.tensors))
+    keys += [partial(work.relative, name) for name in work.tensors]
+    keys.append(lambda guess: max(work.relative(name, guess) for name in work.tensors))
     most = precision.most
     near = [one for key in keys for one in sorted(guesses, key=key)[:NEAREST] if key(one) < most]
-    null_of = {name: min(work.relative(right, name) for right in work.rights) for name in wrong}
-    whole: list[Explained] = []
-    parts: list[Explained] = []
+    null_of = {name: min(work.relative(name, right) for right in work.rights) for name in wrong}
+    whole, parts = list[Explained](), list[Explained]()
     for guess in dict.fromkeys(near):
-        close = [name for name in work.tensors if work.relative(guess, name) < most]
+        close = [name for name in work.tensors if work.relative(name, guess) < most]
         fits = {name: work.fit(guess, name, precision) for name in close}
         fitting = good(fits)
-        better = [n for n in wrong if work.relative(guess, n) < BETTER * null_of[n]]
+        better = [n for n in wrong if work.relative(n, guess) < BETTER * null_of[n]]
         explained = tuple(name for name in better if name in fitting)
-        # tensors are stored each for itself; what is computed for one is for others too
-        ruled_out = guess.bug.store is None and _ruled_out({*right} - {*fitting}, {*wrong})
+        # tensors are stored each for itself; what is computed for one is for others of its kernel
+        # too: dv is right, so that what is wrong with dk is not P
+        changed = {*right} - {*fitting} if guess.bug.store is None else set[str]()
+        ruled_out = any(changed & kernel and {*wrong} & kernel for kernel in KERNELS)
         if len(fitting) == len(work.tensors) and explained == wrong:
             whole.append(Explained(guess, work.tensors, fits))
         elif explained and not ruled_out and work.leaves(guess, {*wrong} - {*explained}):
@@ -486,9 +456,10 @@ def _explain(
         whole = [e for e in whole if NO_RULE not in e.prediction.bug.variant]
     if _generic(work, whole):  # bugs of one kernel say more exactly than rules
         whole = [*(e._replace(tensors=wrong) for e in whole), *parts]
-    read = {id(bug) for bug in work.read}  # listed ones say the same in fewer words
+
+    # what is listed says the same as what was read in fewer words
     found = sorted(
-        whole, key=lambda e: (-len(e.tensors), e.rms > 1.5, id(e.prediction.bug) in read, e.rms)
+        whole, key=lambda e: (-len(e.tensors), e.rms > 1.5, e.prediction.bug in work.read, e.rms)
     )
     left = set(wrong)
     chosen: list[Explained] = []
@@ -499,9 +470,3 @@ def _explain(
         return None
     unexplained = tuple(name for name in wrong if name in left)
     return StageVerdict(work, precision.name, right, tuple(chosen), unexplained, null)
-
-
-def _ruled_out(changed: set[str], wrong: set[str]) -> bool:
-    """Whether a bug would change a tensor that is right, of a kernel that has a wrong one: dv is
-    right, so that what is wrong with dk is not P."""
-    return any(changed & kernel and wrong & kernel for kernel in KERNELS)

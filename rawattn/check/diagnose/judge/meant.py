@@ -1,5 +1,4 @@
-"""Which options would make a wrong answer right? Read off the numbers of it. Another mask, other
-offsets, another softmax_scale or D may be what was meant, where nobody said."""
+"""Which options, where nobody said them, would make a wrong answer right? Read off its numbers."""
 
 from collections.abc import Collection, Iterator
 from dataclasses import replace
@@ -7,7 +6,7 @@ from typing import Any
 
 import numpy as np
 
-from rawattn.check.diagnose.engine.attention import contexts, sequences, solve
+from rawattn.check.diagnose.engine.attention import contexts, solve
 from rawattn.check.diagnose.engine.question import Answers, Question
 from rawattn.check.diagnose.engine.steps import Floats, times
 from rawattn.check.diagnose.evidence.places import places_of
@@ -22,8 +21,7 @@ Option = tuple[str, dict[str, Any]]  # what may have been meant, in words, and a
 def options(
     question: Question, answers: Answers, left_out: Collection[str], *, forward: bool
 ) -> Iterator[Option]:
-    """What may have been meant of what is ``left_out``. forward: the forward pass is wrong, so that
-    what is wrong with the backward pass may follow from it."""
+    """What may have been meant of what is ``left_out``; ``forward``: the forward pass is wrong."""
     if "causal" in left_out:
         yield f"causal = {not question.causal}", {"causal": not question.causal}
     if question.sparse:
@@ -74,11 +72,8 @@ def _intervals(x: Floats) -> Floats:
 
 def _window(question: Question, wanted: np.ndarray) -> Iterator[Option]:
     """The window of the farthest keys that are seen."""
-    away = [np.zeros(1, np.int64)]
-    for _, rows, keys in sequences(question):
-        place = np.arange(len(keys))[None] - np.arange(len(rows))[:, None] + len(rows) - len(keys)
-        away.append(place[wanted[rows[:, None], keys]])
-    distance = np.concatenate(away)
+    places = places_of(question)
+    distance = np.append((places.j - places.p)[wanted & places.own], 0)
     longest = max((*question.lengths_q, *question.lengths_k))
     left, right = (-1 if n >= longest - 1 else int(n) for n in (-distance.min(), distance.max()))
     window = (left, -1 if question.causal else right)

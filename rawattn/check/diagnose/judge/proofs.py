@@ -1,6 +1,5 @@
-"""Bugs that are named without a prediction of the numbers: by an identity, or by where they are.
-Copies, NaN, arrays that were exchanged, other results for an equal question: no planted computation
-gives these numbers, but their structure says enough. Long, one proof after the other."""
+"""Bugs that are named without a prediction of the numbers, by an identity or by where they are:
+copies, NaN, other results for an equal question, and the like. Long, one proof after the other."""
 
 from collections.abc import Callable, Collection, Sequence
 from contextlib import suppress
@@ -113,8 +112,7 @@ def of_past(q: Question | Case, answers: Answers, side: str, sure: str = "medium
 def of_sinks(
     question: Question, answers: Answers, side: str, others: Sequence[Finding]
 ) -> list[Finding]:
-    """Gradients of sinks that are off by more than rounding: the sums of all rows of a head. Where
-    ``others`` say that more is wrong, these follow from it and are not told."""
+    """Gradients of sinks that are off by more than rounding, unless they follow from ``others``."""
     if any(one.bug != "rounding" for one in others):
         return []
     found = []
@@ -165,14 +163,14 @@ def _change(q: Question, tensor: str, first: np.ndarray, again: np.ndarray) -> t
 def of_structure(verdict: StageVerdict, side: str) -> Finding:
     """What can be said of wrong tensors that no bug of the catalogue reproduces."""
     work, names = verdict.work, verdict.unexplained
-    question, where = work.question, f"{verdict.stage}: {', '.join(names)}"
+    question, where = work.question, f"{work.stage}: {', '.join(names)}"
     said = ["no known bug gives these numbers"]
     for name in names:
         nan = int(np.isnan(by_rows(name, work.found[name])).any(axis=2).sum())
         told = [f"{nan} rows have NaN"] if nan else []
         told += structure.where(question, name, work.bad(name))
         said.append(f"{name}: {'; '.join(told)}")
-    judged = {*names, *verdict.right} == {*verdict.tensors} >= {*NEEDED.get(verdict.stage, names)}
+    judged = {*names, *verdict.right} == {*work.tensors} >= {*NEEDED.get(work.stage, names)}
     look_at = CONCLUSIONS.get(names, "") if judged else ""
     return finding(side, "unknown", where, "low", said, look_at=look_at)
 

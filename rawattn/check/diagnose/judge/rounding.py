@@ -54,14 +54,14 @@ def of_right(verdict: StageVerdict, side: str, *, zeros: bool) -> list[Finding]:
     finest, narrow = verdict.work.finest.name, verdict.work.question.dtype.itemsize == 2
     if not verdict.sound or verdict.precision == finest:
         return []
-    form, told, left = narrowed(verdict, verdict.tensors)
-    if not (zeros or left < EXACT) and (found := in_16_bits(verdict, side, verdict.tensors)):
+    form, told, left = narrowed(verdict, verdict.right)
+    if not (zeros or left < EXACT) and (found := in_16_bits(verdict, side, verdict.right)):
         return found
-    off = {name: verdict.null[name].relative for name in verdict.tensors}
+    off = {name: verdict.null[name].relative for name in verdict.right}
     most = max(off, key=lambda name: off[name])
-    said = f"{', '.join(verdict.tensors)} are right to the rounding of {verdict.precision}, not to "
+    said = f"{', '.join(verdict.right)} are right to the rounding of {verdict.precision}, not to "
     said += f"that of {finest}: {most} is off by {off[most]:.1g} of its size"
-    where = f"{verdict.stage}: {', '.join(name for name in off if off[name] > off[most] / 8)}"
+    where = f"{verdict.work.stage}: {', '.join(name for name in off if off[name] > off[most] / 8)}"
     # float16 may be TF32, which is allowed of float32 operands and has as many bits: of all of them
     of_64 = verdict.work.question.dtype == np.float64
     operand = " in float16" in form and form.startswith(("P ", "exp", "dS ")) and not of_64
@@ -82,12 +82,11 @@ def of_wrong(verdict: StageVerdict, side: str) -> list[Finding]:
     far = all(verdict.null[name].relative > FAR for name in verdict.unexplained)
     if far or (over(verdict.work.until) and not verdict.work.shown):
         return []
-    where = f"{verdict.stage}: {', '.join(verdict.unexplained)}"
+    where = f"{verdict.work.stage}: {', '.join(verdict.unexplained)}"
     form, told, left = narrowed(verdict, verdict.unexplained)
-    found = [] if left < EXACT else in_16_bits(verdict, side, verdict.unexplained)
-    if form and not found:
-        found = [finding(side, "narrow-intermediate", where, "high", (told,), form=form)]
-    return found
+    if left >= EXACT and (found := in_16_bits(verdict, side, verdict.unexplained)):
+        return found
+    return [finding(side, "narrow-intermediate", where, "high", (told,), form=form)] if form else []
 
 
 def _followed(
@@ -118,9 +117,8 @@ def _follows(error: Floats, predicted: Floats) -> tuple[float, float]:
 
 
 def narrowed(verdict: StageVerdict, tensors: Sequence[str]) -> tuple[str, str, float]:
-    """Which intermediate in which narrow dtype leaves hardly an error of those that it changes, a
-    sentence of that, and which share it leaves; nothing where there is none."""
-    question, stage = verdict.work.question, verdict.stage
+    """Which narrow intermediate explains the errors, a sentence of that, and what it leaves."""
+    question, stage = verdict.work.question, verdict.work.stage
     best = (0, 0, NARROWS, "", "")  # how many tensors, how many not, what is left of their errors
     coarse = {*tensors} - {*good(verdict.work.right_at(verdict.work.finest))}
     ways = [verdict.work.finest.rounding] * (question.dtype.itemsize == 2) + [NONE]
@@ -134,8 +132,7 @@ def narrowed(verdict: StageVerdict, tensors: Sequence[str]) -> tuple[str, str, f
             if of_product and coarse - left.keys():
                 continue
             some = min(left.values(), default=1.0) < EXACT**2 and not of_product
-            share = (min if some else max)(left.values(), default=1.0)
-            share = math.sqrt(max(0.0, share))
+            share = math.sqrt(max(0.0, (min if some else max)(left.values(), default=1.0)))
             if share < (ALL_BUT if of_product else NARROWS):
                 named = [name for name, of_it in left.items() if of_it < NARROWS**2]
                 unlike = len(left) - len(named)
@@ -158,12 +155,9 @@ def _roundings(stage: str) -> Iterator[Bug]:
             some = {f"the operands of {product}": operands}
             some |= {f"{word(x, stage)} of {product}": (x,) for x in operands if r is not to_tf32}
             for words, of in some.items():
-                steps = {step: with_values(step, **{x: _narrow(r, x) for x in of})}
+                narrow = {x: lambda c, r=r, x=x: r(getattr(c, x)) for x in of}
+                steps = {step: with_values(step, **narrow)}
                 yield Bug("", f"{words}{ALONE} in {name}", (stage,), steps=steps)
-
-
-def _narrow(r: Rounded, name: str) -> Step:
-    return lambda c: r(getattr(c, name))
 
 
 def _of_loops(question: Question) -> Iterator[Bug]:
@@ -171,18 +165,15 @@ def _of_loops(question: Question) -> Iterator[Bug]:
     for dtype in NARROW[:2]:
         r, name = to_dtype(dtype), np.dtype(dtype).name
         for chunk, down, kept in itertools.product(CHUNKS[2:], (False, True), KEPT_ONLINE):
-            at = f"by tiles of {chunk} keys,{' downwards,' * down}"
-            form = f"{KEPT_ONLINE[kept]}, {at} in {name}"
+            form = f"{KEPT_ONLINE[kept]}, by tiles of {chunk} keys,{' downwards,' * down} in {name}"
             yield Bug("", form, FORWARD, steps=_online(chunk, down, {kept: r}))
         for (at, cut), (words, of) in itertools.product(splits(question).items(), OF_PARTS.items()):
             form = f"{words} of each of {at} in {name}"
-            steps = steps_of("forward", cut, partial(of, r))
-            yield Bug("", form, FORWARD, steps=steps)
+            yield Bug("", form, FORWARD, steps=steps_of("forward", cut, partial(of, r)))
 
 
 def _kept_in(r: Rounded, stage: str) -> Iterator[tuple[str, dict[str, Step]]]:
     def over_narrow(c: Context) -> Floats:
-        """out with another row sum."""
         top = c.S.max(axis=-1, initial=-np.inf)
         sums = np.exp(np.where(np.isneginf(top), 0.0, c.L - top))
         return np.asarray(STEPS["O"](changed(c, P=c.P * (sums / r(sums))[..., None])))
@@ -211,8 +202,7 @@ def in_16_bits(verdict: StageVerdict, side: str, tensors: Sequence[str]) -> list
     best = (FOLLOWS, "", "")
     sums = [
         Bug("", f"{np.dtype(dtype).name}, {chunk} at a time", steps=_running(dtype, chunk, alone))
-        for dtype, chunk in itertools.product((np.float16, ml_dtypes.bfloat16), CHUNKS)
-        for alone in (False, True)
+        for dtype, chunk, alone in itertools.product(NARROW[1::-1], CHUNKS, (False, True))
     ]
     for form, of in _followed(verdict, tensors, NONE, sums):
         best = max([best, *((like, n, form) for n, (like, by) in of.items() if 1 / 4 < by < 4)])
@@ -220,7 +210,7 @@ def in_16_bits(verdict: StageVerdict, side: str, tensors: Sequence[str]) -> list
     if not name:
         return []
     said = f"the error of {name} follows that of a running sum in {form}: correlation {follows:.2f}"
-    confidence, where = "high" if follows > 0.8 else "medium", f"{verdict.stage}: {name}"
+    confidence, where = "high" if follows > 0.8 else "medium", f"{verdict.work.stage}: {name}"
     return [finding(side, "accumulates-in-16-bit", where, confidence, (said,))]
 
 
@@ -244,8 +234,7 @@ def _running(dtype: type, chunk: int, alone: bool) -> dict[str, Step]:
 
 
 def _online(chunk: int, down: bool, kept: Mapping[str, Rounded]) -> dict[str, Step]:
-    """The softmax as kernels have it, over tiles of ``chunk`` keys, with some of it ``kept`` in
-    fewer bits."""
+    """The softmax over tiles of ``chunk`` keys, with some of it ``kept`` in fewer bits."""
     of = {name: kept.get(name, NONE.operation) for name in KEPT_ONLINE}
 
     def results(c: Context) -> tuple[Floats, Floats]:

@@ -1,5 +1,4 @@
-"""What only a case itself shows, not a small problem of its kind: strides that are ignored, NaN
-that nobody must see, rows past the end that must stay 0."""
+"""What only a case itself shows: ignored strides, NaN that nobody must see, rows past the end."""
 
 from dataclasses import replace
 from typing import Any
@@ -17,21 +16,17 @@ from rawattn.check.expected import Expected, expect
 ARRAYS = ("q", "k", "v", "dout", "dlse", "tq", "tk", "tv")
 Results = dict[str, np.ndarray]
 # what must not matter: the class and how sure it is, as keys that are seen do the same where all of
-# them are NaN; the title, the inputs without and with it, and where to look
+# them are NaN; the title, the evidence, and where to look
 STRIDES = (
-    "input-layout",
-    "high",
+    *("input-layout", "high"),
     "the strides of {inputs} are ignored, as if they were contiguous",
-    "contiguous",
-    "strided",
+    "right with all inputs contiguous, wrong with {inputs} strided",
     "where addresses are made: strides of tokens and heads, given or asked for",
 )
 NANS = (
-    "neighbour-leak",
-    "medium",
+    *("neighbour-leak", "medium"),
     "NaN in rows of {inputs} that nobody sees gets into {results}, if only as 0 * NaN",
-    "0 in rows that nobody sees",
-    "NaN there",
+    "right with all inputs 0 in rows that nobody sees, wrong with {inputs} NaN there",
     "loads past the end of a sequence, of a list or of what is in use: such rows must be zeros in "
     "every product, not masked in P alone",
 )
@@ -65,10 +60,9 @@ def _failing(candidate: Candidate, expected: Expected, **changes: Any) -> Result
 
 def _trapped(inputs: list[str], wrong: Results, trap: tuple[str, ...], side: str) -> list[Finding]:
     """What is told of inputs that do harm by what must not matter."""
-    bug, sure, title, without, with_it, look_at = trap
-    said = [f"right with all inputs {without}, wrong with {' or '.join(inputs)} {with_it}"]
-    title = title.format(inputs=", ".join(inputs), results=", ".join(wrong))
-    of = (side, bug, ", ".join(wrong), sure, said)
+    words = {"inputs": ", ".join(inputs), "results": ", ".join(wrong)}
+    bug, sure, title, said, look_at = (text.format(**words) for text in trap)
+    of = (side, bug, words["results"], sure, (said,))
     return [finding(*of, title=title, look_at=look_at)] if inputs else []
 
 

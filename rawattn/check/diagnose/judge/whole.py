@@ -1,5 +1,4 @@
-"""A large problem: a part of it is computed hundreds of times, and all of its rows once. Of a bug
-that shows in the rest alone only the rows are known."""
+"""A large problem: a part of it is computed hundreds of times, and all of its rows once."""
 
 from collections.abc import Sequence
 from dataclasses import replace
@@ -29,8 +28,7 @@ def costs_of(q: Question | Case) -> list[int]:
 
 
 def cut(question: Question, answers: Answers) -> tuple[Question, Answers, str]:
-    """Some neighbouring sequences, as many as there is time for; and what was done, in words. Of a
-    single sequence that is too long, some key/value heads with their groups."""
+    """Neighbouring sequences, or heads of a long one, that there is time for; and that in words."""
     costs = costs_of(question)
     if sum(costs) <= SCORES:
         return question, answers, ""
@@ -55,7 +53,6 @@ def run(costs: Sequence[float]) -> tuple[int, int]:
 
 
 def _heads(question: Question, answers: Answers, count: int) -> tuple[Question, Answers]:
-    """The first ``count`` key/value heads."""
 
     def kept(name: str, x: np.ndarray) -> Any:
         heads = slice(count if side_of(name) == "k" else count * question.group)
@@ -85,6 +82,6 @@ def of_all(
     given = (side, bug, ", ".join(wrong), "medium", said)
     work = of["dq"] if "dq" in wrong else None
     for guess in work.planted(accumulators.without_D(Sample(*work.asked))) if work else ():
-        if all(of[n] is work and work.relative(guess, n) < OFF for n in wrong):
+        if all(of[n] is work and work.relative(n, guess) < OFF for n in wrong):
             return [finding(side, guess.bug.name, *given[2:], title=guess.bug.variant)]
     return [finding(*given, title=title, look_at=look_at)]

@@ -1,5 +1,4 @@
-"""What a backward pass has in place of dS = P o (dP - D): other products, other row terms. A form
-is a step of the engine, and tried on all that was read."""
+"""What a backward pass has in place of dS = P o (dP - D), by steps that give all that was read."""
 
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
@@ -35,10 +34,6 @@ SLOPES: dict[str, Callable[[Array], Array]] = {  # of t = tanh, the capped score
     "tanh(t)^2": lambda t: np.tanh(t) ** 2,
     "artanh(t)^2": lambda t: np.arctanh(np.clip(t, -1 + 1e-9, 1 - 1e-9)) ** 2,
 }
-OVER: dict[str, Callable[[Array, Array], Array]] = {  # of tiles, from the pair's and from the last
-    "the tile of {} keys at hand": lambda own, last: own == 0,
-    "the last tile of {} keys": lambda own, last: last == 0,
-}
 
 
 @dataclass(eq=False)
@@ -68,7 +63,6 @@ def of_pairs(c: Context, Z: Array) -> Array:
 
 
 def _of_terms(factors: Mapping[str, float], c: Context) -> Array:
-    """dY of a sum of these."""
     total = (x * TERMS[name](c.P, c.dP, c.D[..., None]) for name, x in factors.items())
     return of_pairs(c, np.sum([*total], axis=0))
 
@@ -138,8 +132,9 @@ def _row_terms(part: Part) -> Iterator[Change]:
 def _others(question: Question) -> Iterator[tuple[str, str, Of]]:
     for by in maps.families(question, True):
         yield f"of {by.words}", "statistics-misplaced", partial(_moved, by)
-    for (text, over), tile in product(OVER.items(), TILES):
-        yield f"over {text.format(tile)} alone", ANOTHER, partial(_over, over, tile)
+    for last, tile in product((False, True), TILES):
+        text = f"the last tile of {tile} keys" if last else f"the tile of {tile} keys at hand"
+        yield f"over {text} alone", ANOTHER, partial(_over, last, tile)
     for tile in TILES:
         text = f"of row i // {tile} * {tile} + j % {tile}, the key's place in its tile"
         yield text, "statistics-misplaced", partial(_across, tile)
@@ -150,13 +145,13 @@ def _moved(by: maps.Map, c: Context) -> Array:
     return of_view(c, "delta", by.moved(maps.geometry(c.question, "delta"), D))[..., None]
 
 
-def _over(over: Callable[[Array, Array], Array], tile: int, c: Context) -> Array:
-    """The sum of P dP over some keys of the same sequence."""
+def _over(last: bool, tile: int, c: Context) -> Array:
+    """The sum of P dP over the tile of each key, or the last one, of the same sequence."""
     keys = np.maximum(c.view.keys, 0)
     b, number = c.question.sequence_of("k")[keys], c.question.place_of("k")[keys] // tile
     same = b[:, None] == b
-    last = np.where(same, number, -1).max(axis=1, keepdims=True)
-    return np.asarray(c.P * c.dP @ (same & over(number[:, None] - number, last - number)).mT)
+    summed = np.where(same, number, -1).max(axis=1) if last else number
+    return np.asarray(c.P * c.dP @ (same & (summed[:, None] == number)).mT)
 
 
 def _across(tile: int, c: Context) -> Array:

@@ -1,7 +1,7 @@
 """What a function does, in words: the fields that were read of its two passes, as readings."""
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import cache, partial
 from typing import Any
@@ -47,20 +47,16 @@ PASSES |= {"jvp": "forward-mode derivative", "second": "double backward"}
 @dataclass(frozen=True, eq=False)
 class Readings:
     """Of all stages that could be asked; ``facts``: why others were not, and what is right. shown:
-    classes of bugs that other problems have shown, to be tried before any others."""
+    classes of bugs that other problems have shown, tried before any others; hints: other stages'"""
 
     of: tuple[Said, ...] = ()
     facts: tuple[str, ...] = ()
     shown: frozenset[str] = frozenset()
+    hints: Sequence[Bug] = ()
 
     @property
     def bugs(self) -> list[Bug]:
         return [bug for reading in self.of for bug in reading.bugs]
-
-    @property
-    def general(self) -> list[Bug]:
-        """Those that can be planted in problems of other lengths."""
-        return [one.bug for one in self.of if one.bug is not None and one.support.plain]
 
     def allows(self, bug: Bug, stage: str) -> bool:
         """Whether what was read of a stage is what it would be with a bug."""
@@ -86,14 +82,12 @@ UNREAD = Readings()
 
 
 def _is_of(one: Finding, side: str, stage: str) -> bool:
-    """Whether a finding is about the stage of a side."""
     of_stage = PASSES[stage] in one.where or one.where.startswith(f"{stage}:")
     of_stage = "sliding" in one.where if stage == "sliding" else of_stage
     return of_stage and one.side == side and one.bug != "rounding"
 
 
 def evidence_of(said: Said) -> tuple[str, ...]:
-    """What a finding says of what was read."""
     lines = [f"read off entry by entry, {said.calls} calls: {HOW[said.stage]}"]
     lines += [f"right: {', '.join(said.right)}"] * bool(said.right)
     lines += [f"wrong: {text}" for text in said.wrong]
@@ -170,8 +164,7 @@ def _read(question: Question, stage: str, ask: Ask, known: Known) -> Said:
     found, again = reader(counted, here), cache(partial(_elsewhere, reader, counted, here))
 
     def table() -> str:
-        said = (tables.told(one, here) for one in tables_of(found))
-        return next(filter(None, said), "")
+        return next(filter(None, (tables.told(one, here) for one in tables_of(found))), "")
 
     def told(support: Support | None) -> Said:
         said: Said = say(found, again, support)
@@ -190,10 +183,9 @@ def _read(question: Question, stage: str, ask: Ask, known: Known) -> Said:
         return said
     if _is_so(said, asked, answers):
         return said
-    others = said.support.others(places_of(asked))
-    so = (one for one in others if _is_so(replace(said, support=one), asked, answers))
-    if (other := next(so, None)) is not None:
-        return told(other)
+    for other in said.support.others(places_of(asked)):
+        if _is_so(replace(said, support=other), asked, answers):
+            return told(other)
     alone = len(said.names) == 1 and known is not None  # else it may be something else that is not
     return told(said.support.by_no_rule) if alone else said
 

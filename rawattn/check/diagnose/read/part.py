@@ -83,7 +83,6 @@ class Part:
         return Field(x, self.known, False, self.noise)
 
     def fits(self, due: Array) -> bool:
-        """Whether that is dS."""
         size = np.where(self.known, self.P * np.abs(self.slopes.dP - self.slopes.D), 1.0)
         return self.field(np.where(self.known, self.slopes.dS - due, 0.0) / size).zero
 

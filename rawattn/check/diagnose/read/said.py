@@ -49,7 +49,6 @@ class Said:
         self.names += [name] if name else []
 
     def say_term(self, term: Term) -> None:
-        """The scores have a term, or P V other values."""
         scale = of_scale(np.array(term.values), self.support.places)
         self.say(term.text + scale * (term.name == "score-scale"), term.name)
         self.steps |= term.steps
@@ -96,9 +95,8 @@ class Said:
         read = self.support
         if bug.see is None and bug.steps.keys() == {"L", "O"} and not read.right:
             return self.loose or bool(self.unread) or "lse" not in self.right  # parts are merged
-        if bug.see is None or read.right or not read.named or self.unread or read.second is None:
-            return True
-        if read.places.question.sparse:
+        known = read.named and not (read.right or self.unread or read.places.question.sparse)
+        if bug.see is None or not known or read.second is None:
             return True
         both = read.places, read.second
         return all(np.array_equal(read.at(x) > 0, pairs_of(x.question, bug.see)) for x in both)
@@ -127,8 +125,7 @@ def noise_of(places: Places) -> float:
 def seen_of(read: Weights) -> tuple[Array, Array]:
     """Which weights are not 0, and which rows (num_heads_q, total_q) are numbers."""
     alive = np.isfinite(read.P).all(axis=-1)
-    least = least_of(read)
-    return np.asarray(np.where(alive[..., None], np.nan_to_num(read.P) > least, False)), alive
+    return alive[..., None] & (np.nan_to_num(read.P) > least_of(read)), alive
 
 
 def logs_of(read: Weights, seen: Array) -> Array:
@@ -138,7 +135,6 @@ def logs_of(read: Weights, seen: Array) -> Array:
 
 
 def least_of(read: Weights) -> float:
-    """The smallest weight that is seen."""
     return SEEN.get(read.places.question.dtype.name, TINY)
 
 

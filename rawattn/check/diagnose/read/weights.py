@@ -70,8 +70,7 @@ def _say_scores(said: Said, x: Field, second: Callable[[], Weights]) -> None:
 
 
 def _pairs(said: Said, read: Weights) -> tuple[Places, Array, Array]:
-    """Who sees whom, as ``support_of`` takes it; also whom a query must see, where the weight with
-    the scores as they are is too small to be seen."""
+    """Who sees whom, as ``support_of`` takes it; also where the weight is too small to be seen."""
     right, (seen, alive) = read.places.rights, seen_of(read)
     S = said.scores(read.places, read.right.S)
     total = log_sum(np.where(right, S, -np.inf))
