@@ -10,12 +10,12 @@ import numpy as np
 
 from rawattn.check.diagnose.engine.attention import BACKWARD, RESULTS, Bug, contexts
 from rawattn.check.diagnose.engine.question import BY_ROW, Question, by_rows
-from rawattn.check.diagnose.engine.steps import STEPS, Context, Floats
+from rawattn.check.diagnose.engine.steps import STEPS, Context, Floats, changed
 from rawattn.check.diagnose.evidence.places import TILES
 from rawattn.check.diagnose.evidence.precision import rows_off
 from rawattn.check.diagnose.evidence.structure import where
 from rawattn.check.diagnose.inferred.sample import Sample, stored
-from rawattn.check.diagnose.read.fields import by_head
+from rawattn.check.diagnose.read.fields import by_head, in_heads
 
 MOST = 400  # units
 WHOLE = 0.1  # how near to whole numbers factors must be
@@ -87,24 +87,37 @@ def _with(units: Units, held: Floats, axis: int, given: Floats) -> Floats:
 
 
 def of_heads(sample: Sample) -> Iterator[Bug]:
-    """Of each wrong gradient of keys how often it has each head of a group, where that is looked
-    at, if they are all that there is and not alike."""
-    dense = not sample.question.sparse and sample.question.group > 1
+    """How often each head of a wrong gradient of keys has every query head, in the sequence that is
+    looked at, if they are all that there is."""
+    q, dense = sample.question, not sample.question.sparse and sample.question.num_heads_q > 1
     names = [n for n in ("dk", "dv") if n in sample.wrong and dense]
-    for c in contexts(sample.question, "backward", sample.given) if names else ():
-        for name in names if sample.has(c.view) and c.S.size else ():
-            step = RESULTS["backward"][name]
-            due = sample.found[name][c.view.keys, c.view.head_kv].ravel()
-            unit = max(sample.wrong[name], 1e-4) * float(np.sqrt(np.mean(due**2)))
-            if not unit or not np.isfinite(due).all():
-                continue
-            parts = STEPS[step](c).reshape(len(c.S), -1) / unit
-            found = np.linalg.lstsq(parts.T, due / unit, rcond=1e-9)[0]
-            by = np.where(np.abs(found - np.rint(found)) < 1e-2, np.rint(found) + 0.0, found)
-            if np.mean((by @ parts - due / unit) ** 2) <= 1 and np.ptp(by) > 1e-2:
-                text = f"the heads of a group count {by_head(by)} times each"
-                planted = {step: lambda c, x=by[:, None, None], step=step: x * STEPS[step](c)}
-                yield Bug("gqa-group-not-summed", text, BACKWARD, steps=planted)
+    every = contexts(q, "backward", sample.given) if names else ()
+    views = [c for c in every if c.view.sequence == sample.sequence and c.S.size]
+    own = np.repeat(np.eye(q.num_heads_kv), q.group, axis=1)
+    for name in names if views else ():
+        step = RESULTS["backward"][name]
+        due = sample.found[name][views[0].view.keys].swapaxes(0, 1).reshape(q.num_heads_kv, -1)
+        unit = max(sample.wrong[name], 1e-4) * float(np.sqrt(np.mean(due**2)))
+        if not unit or not np.isfinite(due).all():
+            continue
+        parts = np.concatenate([STEPS[step](c) for c in views]).reshape(q.num_heads_q, -1) / unit
+        found = np.linalg.lstsq(parts.T, due.T / unit, rcond=1e-9)[0].T
+        by = np.where(np.abs(found - np.rint(found)) < 1e-2, np.rint(found) + 0.0, found)
+        of_others = np.where(own > 0, 0.0, by).any()
+        uneven = of_others or np.ptp(by[own > 0]) > 1e-2
+        if uneven and np.mean((by @ parts - due / unit) ** 2) <= 1:
+            text = f"the heads of a group count {by_head(by[own > 0])} times each"
+            text = f"{name}, {in_heads(by, own)}" if of_others else text
+            bug = "gqa-reduction-map" if of_others else "gqa-group-not-summed"
+            yield Bug(bug, text, BACKWARD, steps={step: partial(_of_heads, by, step)})
+
+
+def _of_heads(by: Floats, step: str, c: Context) -> Floats:
+    """What every query head of a sequence adds to the key/value head of a view."""
+    every = contexts(c.question, "backward", c.given)
+    here = [changed(x, r=c.r, o=c.o) for x in every if x.view.sequence == c.view.sequence]
+    parts: Floats = np.concatenate([STEPS[step](x) for x in here])
+    return by[c.view.head_kv, :, None, None] * parts
 
 
 def without_D(sample: Sample) -> Iterator[Bug]:

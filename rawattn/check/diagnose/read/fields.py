@@ -99,6 +99,13 @@ def by_head(values: Array) -> str:
     return ", ".join(f"{number(value)} (head {h})" for h, value in enumerate(values[:8]))
 
 
+def in_heads(found: Array, due: Array) -> str:
+    """Which query heads each head of keys has, (num_heads_kv, num_heads_q), and must have."""
+    heads = ([np.flatnonzero(of).tolist() for of in x] for x in (found, due))
+    told = enumerate(zip(*heads, strict=True))
+    return "; ".join(f"head {n} of query heads {of or 'none'}, not {own}" for n, (of, own) in told)
+
+
 def of_heads(heads: Array) -> str:
     """A map from h to a head, as a formula or as a list."""
     h, top = np.arange(len(heads)), int(heads.max(initial=0)) + 1

@@ -11,7 +11,7 @@ from rawattn.check.diagnose.evidence.places import Array, places_of
 from rawattn.check.diagnose.evidence.support import LESS, MORE, Support, support_of
 from rawattn.check.diagnose.read.classes import BACKWARD_ONLY, of_pairs
 from rawattn.check.diagnose.read.contexts import of_view
-from rawattn.check.diagnose.read.fields import Field, by_head
+from rawattn.check.diagnose.read.fields import Field, by_head, in_heads
 from rawattn.check.diagnose.read.forms import Change, by_own_sums, form_of
 from rawattn.check.diagnose.read.part import Part
 from rawattn.check.diagnose.read.probe import Backward
@@ -91,10 +91,7 @@ def _of_sums(read: Backward) -> Said | None:
         if not (np.isfinite(adds).all() and where.any() and adds[where].min() > 0.2 * adds.max()):
             said.unread[:] = ["dk and dv are not sums over the queries of their heads"]
             continue
-        heads = ([np.flatnonzero(of).tolist() for of in x.T] for x in (where, own))
-        told = enumerate(zip(*heads, strict=True))
-        of_heads = (f"head {n} of query heads {of or 'none'}, not {due}" for n, (of, due) in told)
-        said.wrong.append(f"{name}, {'; '.join(of_heads)}")
+        said.wrong.append(f"{name}, {in_heads(where.T, own.T)}")
     said.names.append("gqa-group-not-summed" if alone else "gqa-reduction-map")
     return None if said.sound else said
 
