@@ -27,9 +27,8 @@ def bugs(question: Question) -> Iterator[Bug]:
             yield Bug("softcap-slope-omitted", words, ("second",), steps=steps)
         for words, of in CURVES.items():
             steps = {"cap": partial(_sloped, of)}
-            yield Bug(
-                "softcap-slope-omitted", f"{words} in its place", ("second", "jvp"), steps=steps
-            )
+            text = f"{words} in its place"
+            yield Bug("softcap-slope-omitted", text, ("second", "jvp"), steps=steps)
     if question.sinks is not None:
         none = with_values("softmax", sink=lambda c: None)
         L, P, P0 = (lambda c: none(c)[0]), (lambda c: none(c)[1]), {"P0": lambda c: 0.0}
@@ -62,8 +61,6 @@ SLOPES: dict[str, tuple[str, dict[str, Step]]] = {  # steps of a double backward
     "the bend times E, the slope twice": ("tdY", {"tY": lambda c: c.E}),
     "the bend without dS": ("tdY", {"dS": lambda c: c.P}),  # there are no gates beside a softcap
 }
-
-
 Curve = Callable[[Floats, Floats, float], Floats]  # of tanh, the scores before it, and the softcap
 CURVES: dict[str, Curve] = {  # in place of 1 - tanh^2
     "1 - tanh": lambda t, Y, cap: 1 - t,

@@ -240,9 +240,6 @@ WEIGHTS: dict[str, Weights] = {text: partial(_shares, taken) for text, taken in 
     ),
     "none: parts are added": lambda p: np.ones_like(p.tops),
     "the mean of all parts": lambda p: np.full_like(p.tops, 1 / len(p.tops)),
-    "the mean of the parts that have keys": lambda p: (
-        np.isfinite(p.tops) / np.maximum(np.isfinite(p.tops).sum(axis=0), 1)
-    ),
     "the first part alone": lambda p: np.eye(len(p.tops))[0, :, None, None],
     "the last part alone": lambda p: np.eye(len(p.tops))[-1, :, None, None],
 }

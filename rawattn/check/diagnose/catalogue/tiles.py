@@ -27,11 +27,9 @@ PARTS: tuple[tuple[str, str, Part], ...] = (
     ("tile-skipped", "last of keys", lambda i, j, n, m, t: j // t == (m - 1) // t),
     ("tile-skipped", "diagonal", lambda i, j, n, m, t: j // t == (i + m - n) // t),
 )
-EDGES = {  # of parts of the keys: class, how often a key counts, and whether it is the one behind
-    "the first key behind each part counts twice": ("tile-counted-twice", 2.0, True),
-    "the last key of each part counts in the next one too": ("tile-counted-twice", 2.0, False),
-    "the first key of each part but the first is left out": ("wrong-keys", 0.0, True),
-    "the last key of each part but the last is left out": ("wrong-keys", 0.0, False),
+EDGES = {  # the first key behind each part: class, and how often it counts
+    "the first key behind each part counts twice": ("tile-counted-twice", 2.0),
+    "the first key of each part but the first is left out": ("wrong-keys", 0.0),
 }
 
 
@@ -49,8 +47,8 @@ def of_splits(question: Question) -> Iterator[Bug]:
     """A forward pass in parts of the keys, which overlap, leave out keys, or have masks that count
     from the start of each."""
     for at, keys in parts_of_keys(question).items():
-        for words, (name, often, behind) in EDGES.items():
-            yield Bug(name, f"{words}: {at}", FORWARD, each(_at_edges, keys, often, behind))
+        for words, (name, often) in EDGES.items():
+            yield Bug(name, f"{words}: {at}", FORWARD, each(_at_edges, keys, often))
         if question.mask_window != (-1, -1):
             form = f"the mask counts keys from the start of each part: {at}"
             yield Bug("wrong-keys", form, FORWARD, each(_from_start, keys))
@@ -62,10 +60,9 @@ def _starts(keys: Keys, view: View) -> np.ndarray:
     return np.concatenate([np.arange(0), *parts])
 
 
-def _at_edges(keys: Keys, often: float, behind: bool, question: Question, view: View) -> View:
-    """The key ``behind`` each edge between parts, or that before it, counts so often."""
-    first = np.diff(_starts(keys, view), prepend=0) > 0
-    there = first if behind else np.roll(first, -1)
+def _at_edges(keys: Keys, often: float, question: Question, view: View) -> View:
+    """The key behind each edge between parts counts so often."""
+    there = np.diff(_starts(keys, view), prepend=0) > 0
     return replace(view, weight=view.weight * np.where(there, often, 1.0))
 
 

@@ -161,10 +161,8 @@ def narrowed(arrays: Arrays, dtype: np.dtype) -> Arrays:
 
 
 def _floating(name: str, array: np.ndarray) -> np.ndarray:
-    if array.dtype == np.uint16 or array.dtype == np.dtype("V2"):  # as numpy.save writes bfloat16
+    if array.dtype in (BFLOAT16, np.uint16, np.dtype("V2")):  # as numpy.save writes bfloat16
         return array.view(BFLOAT16)
-    if array.dtype == BFLOAT16:
-        return array
     if array.dtype.kind != "f" or array.dtype.itemsize > 8:
         raise ValueError(f"{name} has dtype {array.dtype}; it must be floating, or uint16 bits")
     return array.astype(array.dtype.newbyteorder("="), copy=False)

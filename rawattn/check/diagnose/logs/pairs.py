@@ -49,7 +49,6 @@ class Pair:
 
     @property
     def factor(self) -> float | None:
-        """a / b where that is a constant other than 1."""
         x, y = (p.values[self.finite] for p in self.both)
         return factor(x, y, *(p.unit for p in self.both))
 
