@@ -172,9 +172,6 @@ HEADS: dict[str, Callable[[Ints, int, int], Ints]] = {  # head h of so many, a g
     "head h // group": lambda h, count, group: h // group,
     "head h % num_heads_kv": lambda h, count, group: h % (count // group),
     "head h % group": lambda h, count, group: h % group,
-    "head h % group * num_heads_kv + h // group": lambda h, count, group: (
-        h % group * (count // group) + h // group
-    ),
 }
 
 

@@ -79,8 +79,7 @@ def _other_sinks(question: Question) -> Iterator[Bug]:
     raised: Step = lambda c: c.sink + c.S.max(axis=-1, initial=-np.inf)  # noqa: E731
     text = "exp(sink), not relative to the maximum"
     yield Bug("sinks-misplaced", text, FORWARD, steps=with_sink(raised))
-    factors = {"softmax_scale ": question.scale, "log2(e) ": LOG2_E, "ln 2 ": 1 / LOG2_E, "0 ": 0.0}
-    found = {f"exp({words}sink)": (x, h) for words, x in factors.items()}
+    found = {"exp(softmax_scale sink)": (question.scale, h), "exp(ln 2 sink)": (1 / LOG2_E, h)}
     of_heads = maps.other_heads(h, len(h), question.group)
     found |= {f"that of {words}": (1.0, heads) for words, heads in of_heads.items()}
     for words, (times, heads) in found.items():

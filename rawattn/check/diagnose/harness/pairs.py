@@ -26,7 +26,7 @@ Shape = tuple[int, ...]
 GENEROUS = 4.0
 LARGEST = 3.0  # of the data, in standard deviations
 DTYPES = ("float32", "float16", "bfloat16")
-SIZES = (100.0, 1.0, 1e-3, 1e-4)  # the last two: gradients of a loss that is a mean
+SIZES = (100.0, 1.0, 1e-3, 1e-4)  # the same; the last two: gradients of a loss that is a mean
 SHAPES: tuple[Shape, ...] = ((96, 32), (96, 4, 16), (2, 4, 24, 16))
 
 
@@ -134,17 +134,13 @@ def load_compare(place: str) -> Compare:
 
 
 def examine(
-    compare: Compare,
-    framework: str = "numpy",
-    *,
-    dtypes: Sequence[str] = DTYPES,
-    sizes: Sequence[float] = SIZES,
+    compare: Compare, framework: str = "numpy", *, dtypes: Sequence[str] = DTYPES
 ) -> Diagnosis:
-    """Feed ``compare`` arrays of ``framework``, of these standard deviations, and name what is
-    wrong. The reference is float64 or of x's dtype, whichever refuses fewer right results."""
+    """Feed ``compare`` arrays of ``framework``, and name what is wrong. The reference is float64 or
+    of x's dtype, whichever refuses fewer right results."""
 
     def fed(of: Callable[..., list[Pair]], wide: bool) -> Iterator[Trial]:
-        for dtype, size, shape in itertools.product(dtypes, sizes, SHAPES):
+        for dtype, size, shape in itertools.product(dtypes, SIZES, SHAPES):
             for pair in of(shape, dtype, size=size, wide=wide):
                 verdict = _ask(compare, pair, framework)
                 yield Trial(pair.name, pair.kind, pair.error, (dtype, size, len(shape)), verdict)
