@@ -1,5 +1,4 @@
-"""The subcommands that name bugs: explain, dump, harness. They leave with 0 where nothing is wrong,
-and with 1 where something is. Long by options and help texts."""
+"""explain, dump, harness: they exit with 1 where something is wrong. Long by options and help."""
 
 import json
 import shlex
@@ -278,7 +277,7 @@ def _of_side(name: str, saved: Saved, question: Question, identify: int) -> Diag
     left_out = saved.left_out if diagnosis.findings else ()
     for option, changes in meant.options(question, saved.answers, left_out, forward=forward):
         other = diagnose(replace(question, **changes), saved.answers, side=name)
-        if other.sound:
+        if not other.findings:
             title = f"right if {option} was meant, which is not said"
             given = (name, "vacuous", saved.path, "high", saved.notes)
             one = finding(*given, title=title, look_at="what was meant: save it too")

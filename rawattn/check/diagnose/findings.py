@@ -103,10 +103,6 @@ class Diagnosis:
     judged: tuple[str, ...] = ()
     facts: tuple[str, ...] = ()
 
-    @property
-    def sound(self) -> bool:
-        return not self.findings
-
 
 def of_sides(title: str, sides: Mapping[str, Diagnosis]) -> Diagnosis:
     return Diagnosis(

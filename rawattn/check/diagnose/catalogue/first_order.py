@@ -1,5 +1,4 @@
-"""The catalogue of bugs in the forward pass and its gradients, as kernels have them, and of what is
-computed there: scales, bases, lse, sums; terms are in ``second_order``."""
+"""Bugs of the forward pass and its gradients: scales, bases, lse, sums, heads, columns."""
 
 import math
 from collections.abc import Callable, Iterator, Sequence

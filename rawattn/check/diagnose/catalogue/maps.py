@@ -280,12 +280,11 @@ def layouts(statistics: bool, grouped: bool = False) -> Iterator[Map]:
     memory, *others = ("ht", "th") if statistics else ("thd", "htd", "tdh", "dht", "dth", "hdt")
     parts = [*map(Order, others), Order(others[0], True)] + [Order(others[0], True, True)] * grouped
     for other in parts:
-        own, end = other._replace(letters=memory), ", every sequence" * other.each
+        own = other._replace(letters=memory)
+        end = ", every sequence" * other.each + " and group of heads" * other.grouped
         for read, written in ((other, own), (own, other)):
             orders = (", ".join(LETTERS[x] for x in of.letters) for of in (written, read))
-            words = (
-                "({}) read as ({})".format(*orders) + end + " and group of heads" * other.grouped
-            )
+            words = "({}) read as ({})".format(*orders) + end
             yield Map("layouts", words, partial(_at, read, written))
 
 

@@ -44,8 +44,7 @@ def tiles(question: Question, tile: int) -> Iterator[Bug]:
 
 
 def of_splits(question: Question) -> Iterator[Bug]:
-    """A forward pass in parts of the keys, which overlap, leave out keys, or have masks that count
-    from the start of each."""
+    """A forward pass in parts of the keys, which overlap, lack keys, or have masks of their own."""
     for at, keys in parts_of_keys(question).items():
         for words, (name, often) in EDGES.items():
             yield Bug(name, f"{words}: {at}", FORWARD, each(_at_edges, keys, often))
@@ -95,8 +94,7 @@ def _row_mask(of: Callable[[np.ndarray], np.ndarray], question: Question) -> np.
 
 
 def of_late(question: Question, rows: np.ndarray) -> Iterator[Bug]:
-    """NaN in these ``rows`` (total_q, num_heads_q), where they are those without a key in the tile
-    where the running maximum starts."""
+    """NaN in ``rows`` (total_q, num_heads_q) without a key where the running maximum starts."""
     sides = zip(("first", "last"), bounds(question), strict=True)
     ends = [words for words, side in sides if side < math.inf]
     packed = (t // question.group for t in (48, *TILES) if t % question.group == 0)

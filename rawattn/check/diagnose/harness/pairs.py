@@ -1,6 +1,5 @@
 """A comparison function is fed wrong results, and right ones. ``compare(x, ref)`` says whether x is
-right: by its truth value, or by an AssertionError. What is wrong is off by over GENEROUS units of
-the dtype's rounding (eps) of the largest element."""
+right: by its truth value, or by an AssertionError."""
 
 import contextlib
 import io
@@ -23,7 +22,7 @@ from rawattn.check.transfer import Array, to_framework, to_numpy
 Compare = Callable[[Array, Array], Any]
 Float64 = npt.NDArray[np.float64]
 Shape = tuple[int, ...]
-GENEROUS = 4.0
+GENEROUS = 4.0  # eps of the dtype, times the largest element, that what is wrong is off by at least
 LARGEST = 3.0  # of the data, in standard deviations
 DTYPES = ("float32", "float16", "bfloat16")
 SIZES = (100.0, 1.0, 1e-3, 1e-4)  # the same; the last two: gradients of a loss that is a mean

@@ -24,7 +24,6 @@ Row = tuple[str, str, tuple[str, ...], Mapping[str, Step]]
 
 
 def bugs(question: Question, different: Callable[[See], bool]) -> Iterator[Bug]:
-    """Every bug of the catalogue that can matter for the question."""
     rows = [*GRADIENTS]
     heads = question.num_heads_q // np.asarray(question.block_indices).shape[1]
     for words, head in ("the last head", heads - 1), ("the first head", 0):
@@ -100,8 +99,7 @@ def _of_head(head: int, heads: int, name: str, c: Context) -> Floats:
     return np.asarray((c.view.heads % heads == head)[:, None, None] * STEPS[name](c))
 
 
-# for slots (heads, n, m), -1 of the own block where none names it, of so many others; own: keys of
-# the own block (n, m)
+# of slots (heads, n, m), -1 of an own block that none names, keys of own blocks, slots' number
 Slots = Callable[[Ints, Ints, int], Ints]
 Change = Callable[[Question, View], View]
 SLOTS: dict[str, Slots] = {
@@ -131,8 +129,7 @@ def _by_place(order: str, own: bool, question: Question, view: View) -> View:
 
 
 def _unsorted(order: walks.Order, question: Question, view: View) -> View:
-    """The same view with factors of pairs as they are by queries, where the pairs are sorted by
-    blocks. order: of a query's blocks."""
+    """Factors of pairs by queries (``order``: of blocks), where the pairs are sorted by blocks."""
     if view.slot is None or not question.slots:
         return view
     block = (view.keys - question.cu_seqlens_k[view.sequence]) // question.block_size

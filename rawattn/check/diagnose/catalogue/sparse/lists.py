@@ -46,11 +46,8 @@ def _ending(stop: Of) -> Change:
 
 
 def _again(slots: bool = False, own: bool = False) -> Change:
-    """Blocks count once more for every slot that names them again, and the own block, if it is
-    walked, though slots name it too."""
-    return where(
-        times=lambda x: x.walked | np.concatenate([slots & x.exists, own & x.has_own], axis=2)
-    )
+    """Blocks count again for every slot that repeats them, and a walked own one that slots name."""
+    return where(times=lambda x: x.walked | np.concatenate([slots & x.exists, own & x.has_own], 2))
 
 
 def _uncut(free: Callable[[Ints, Ints], Any]) -> Change:

@@ -1,5 +1,4 @@
-"""The catalogue of bugs in block-sparse attention: lists of blocks that are read wrongly
-(``lists``), who sees what of a block, factors (``gates``), and the sliding branch."""
+"""Bugs of block-sparse attention: ``lists`` of blocks, ``walks``, ``gates``, the sliding branch."""
 
 from collections.abc import Callable, Collection, Iterator
 from dataclasses import replace
