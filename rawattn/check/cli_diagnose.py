@@ -116,7 +116,7 @@ def explain_command(files: tuple[Path, ...], log: Path | None, class_: str | Non
     if log:
         with refused(f"{log}: "):
             diagnosis = explain_log(log.read_text(encoding="utf-8", errors="replace"))
-        return diagnosis, terminal.About(again=_repeated("explain", log=log))
+        return diagnosis, terminal.About(again=_repeated("explain", "--log", log))
     sides = dict(zip("AB", (file.name for file in files), strict=False))
     return _of_files(*files), terminal.About(sides, again=_repeated("explain", *files))
 
@@ -232,17 +232,14 @@ def harness_command(compare: str, framework: str | None, dtypes: tuple[str, ...]
     with refused():
         function, of = pairs.load_compare(compare), dtypes or pairs.DTYPES
         diagnosis = pairs.examine(function, framework or default_framework(), dtypes=of)
-    given = {"framework": framework, "dtype": dtypes}
-    return diagnosis, terminal.About(again=_repeated("harness", compare, **given))
+    given = ["--framework", framework] if framework else []
+    given += [word for dtype in dtypes for word in ("--dtype", dtype)]
+    return diagnosis, terminal.About(again=_repeated("harness", compare, *given))
 
 
-def _repeated(*arguments: Any, **options: Any) -> Callable[[Finding], str]:
+def _repeated(*arguments: object) -> Callable[[Finding], str]:
     """The command again, with those of its options that were given."""
-    command = ["rawattn-check", *map(str, arguments)]
-    for name, value in options.items():
-        each = value if isinstance(value, list | tuple) else [value]
-        command += [word for one in each if one is not None for word in (f"--{name}", str(one))]
-    return lambda finding: shlex.join(command)
+    return lambda finding: shlex.join(["rawattn-check", *map(str, arguments)])
 
 
 def _of_files(*files: Path) -> Diagnosis:

@@ -7,28 +7,27 @@ from functools import partial
 import numpy as np
 
 from rawattn.check.diagnose.catalogue import maps
-from rawattn.check.diagnose.catalogue.second_order import with_values
-from rawattn.check.diagnose.engine.attention import FORWARD, Bug, View, each, views_of
+from rawattn.check.diagnose.catalogue.second_order import JVP, SECOND, with_values
+from rawattn.check.diagnose.engine.attention import BACKWARD, FORWARD, Bug, View, each, views_of
 from rawattn.check.diagnose.engine.question import Question
 from rawattn.check.diagnose.engine.steps import LOG2_E, STEPS, Context, Floats, Step
 from rawattn.reference.dense import allowed
 
 ALL = 1 << 40  # keys: more than there are
+SLOPE = "softcap-slope-omitted"
 
 
 def bugs(question: Question) -> Iterator[Bug]:
     if question.softcap is not None:
         yield Bug("softcap-dropped", steps={"cap": lambda c: (c.Y, 1.0, 0.0)})
-        straight: Step = lambda c: (STEPS["cap"](c)[0], 1.0, 0.0)  # noqa: E731
-        everywhere = ("backward", "second", "jvp")
-        yield Bug("softcap-slope-omitted", "1 in its place", everywhere, steps={"cap": straight})
+        straight = {"cap": lambda c: (STEPS["cap"](c)[0], 1.0, 0.0)}
+        yield Bug(SLOPE, "1 in its place", BACKWARD + SECOND + JVP, steps=straight)
         for words, (sites, values) in SLOPES.items():
             steps = {site: with_values(site, **values) for site in sites.split()}
-            yield Bug("softcap-slope-omitted", words, ("second",), steps=steps)
+            yield Bug(SLOPE, words, SECOND, steps=steps)
         for words, of in CURVES.items():
             steps = {"cap": partial(_sloped, of)}
-            text = f"{words} in its place"
-            yield Bug("softcap-slope-omitted", text, ("second", "jvp"), steps=steps)
+            yield Bug(SLOPE, f"{words} in its place", SECOND + JVP, steps=steps)
     if question.sinks is not None:
         none = with_values("softmax", sink=lambda c: None)
         L, P, P0 = (lambda c: none(c)[0]), (lambda c: none(c)[1]), {"P0": lambda c: 0.0}
@@ -50,16 +49,11 @@ def bugs(question: Question) -> Iterator[Bug]:
 
 
 STRAIGHT: dict[str, Step] = {"cap": lambda c: (c.cap[0], 1.0, c.cap[2])}
-UNCAPPED: dict[str, Step] = {"dY": lambda c: c.dS}  # of scores behind the softcap
 SLOPES: dict[str, tuple[str, dict[str, Step]]] = {  # steps of a double backward, and what they take
     "1 in its place in E": ("E", STRAIGHT),
     "1 in its place at dS'": ("tdY", STRAIGHT),
-    "1 in its place in dS ddk of gq": ("gQ", UNCAPPED),
-    "1 in its place in dS^T ddq of gk": ("gK", UNCAPPED),
-    "1 in its place in dS ddk of gq and dS^T ddq of gk": ("gQ gK", UNCAPPED),
-    "the bend times dS, without the tangent of the scores": ("tdY", {"tY": lambda c: 1.0}),
+    "1 in its place in dS ddk of gq and dS^T ddq of gk": ("gQ gK", {"dY": lambda c: c.dS}),
     "the bend times E, the slope twice": ("tdY", {"tY": lambda c: c.E}),
-    "the bend without dS": ("tdY", {"dS": lambda c: c.P}),  # there are no gates beside a softcap
 }
 Curve = Callable[[Floats, Floats, float], Floats]  # of tanh, the scores before it, and the softcap
 CURVES: dict[str, Curve] = {  # in place of 1 - tanh^2

@@ -21,7 +21,6 @@ AXES: dict[str, tuple[str, str, str]] = {
     **dict.fromkeys(OF_BLOCKS, ("q", "qk", "any")),
     "block_counts": ("q", "qk", ""),
 }
-LIKE_OUT = ("q", "q", "v")
 
 
 @dataclass(frozen=True)
@@ -131,7 +130,7 @@ def place(name: str, array: np.ndarray, frame: Frame) -> np.ndarray:
         if array.shape != (count,):
             raise ValueError(f"{name} has shape {array.shape}; it must be ({count},), by {what}")
         return array
-    side, whose, like = AXES.get(name, LIKE_OUT)
+    side, whose, like = AXES.get(name, ("q", "q", "v"))  # or like out
     heads, heads_first = [frame.heads[h] for h in whose], name in HEADS_FIRST
     width = {"": 1, "any": array.shape[-1] if array.ndim else 1, **frame.widths}[like]
     found = array if like else array[..., None]
