@@ -200,8 +200,7 @@ def of_rows(words: str, by: int) -> Map:
 
 def sequences(question: Question) -> Iterator[Map]:
     """The same row of another sequence, or counted from another place, which is not the same."""
-    found = dict(ORIGINS)
-    found |= {f"the offset of {x}": partial(_of_others, other) for x, other in OTHERS.items()}
+    found = ORIGINS | {f"the offset of {x}": partial(_of_others, of) for x, of in OTHERS.items()}
     sizes = TILES if not question.sparse else (*TILES, question.block_size)
     for (words, of_tile), t in itertools.product(OF_TILES.items(), sizes):
         found[words.format(t)] = partial(of_tile, t)

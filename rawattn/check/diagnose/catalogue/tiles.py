@@ -33,14 +33,17 @@ EDGES = {  # the first key behind each part: class, and how often it counts
 }
 
 
-def tiles(question: Question, tile: int) -> Iterator[Bug]:
-    at = f"tile of {tile}"
-    for name, text, part in PARTS:
-        yield Bug(name, f"{text}, {at}", FIRST, each(_often, part, tile, 0.0))
-        if name == "tile-skipped" and tile < max(question.lengths_k):  # else everything is doubled
-            yield Bug("tile-counted-twice", f"{text}, {at}", FIRST, each(_often, part, tile, 2.0))
-    if tile < max(question.lengths_q, default=0):  # else nothing is stored
-        yield Bug("tail-tile-dropped", f"rows stored, {at}", store=stored(of_rows(WHOLE, tile)))
+def tiles(question: Question) -> Iterator[Bug]:
+    longest_q, longest_k = (max(x, default=0) for x in (question.lengths_q, question.lengths_k))
+    for tile in (tile for tile in TILES if tile < 2 * max(longest_q, longest_k)):
+        for name, words, part in PARTS:
+            text = f"{words}, tile of {tile}"
+            yield Bug(name, text, FIRST, each(_often, part, tile, 0.0))
+            if name == "tile-skipped" and tile < longest_k:  # else everything is doubled
+                yield Bug("tile-counted-twice", text, FIRST, each(_often, part, tile, 2.0))
+        if tile < longest_q:  # else nothing is stored
+            text, store = f"rows stored, tile of {tile}", stored(of_rows(WHOLE, tile))
+            yield Bug("tail-tile-dropped", text, store=store)
 
 
 def of_splits(question: Question) -> Iterator[Bug]:

@@ -80,9 +80,8 @@ def frame_of(inputs: Arrays, layout: str) -> Frame:
     offsets: Arrays = {}
     total: dict[str, int] = {}
     for side, (batch, rows) in {"q": q.shape[:2], "k": k.shape[:2]}.items():
-        given = offsets_of(inputs, side)
-        given = offsets_of(inputs, "q") if given is None else given
-        given = np.arange(batch + 1) * rows if given is None else given
+        known = (offsets_of(inputs, name) for name in (side, "q"))
+        given = next((x for x in known if x is not None), np.arange(batch + 1) * rows)
         lengths = np.diff(given)
         padded = len(lengths) == batch > 1 and lengths.max(initial=0) <= rows
         packed = given[-1] == batch * rows or (batch == 1 and given[-1] <= rows)

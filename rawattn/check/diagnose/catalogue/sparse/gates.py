@@ -32,9 +32,7 @@ def bugs(question: Question, different: Callable[[See], bool]) -> Iterator[Bug]:
     rows += DIRECTIONS if question.tblock_scale is not None else ()
     rows += LEFT_OUT if np.any(np.asarray(question.block_scale) != 1) else ()
     yield from (Bug(name, words, stages, steps=steps) for name, words, stages, steps in rows)
-    for words, see in OTHERS.items():
-        if different(see):
-            yield Bug(ORDER, words, see=see)
+    yield from (Bug(ORDER, words, see=see) for words, see in OTHERS.items() if different(see))
     for words, change in CHANGES.items():
         if different(see := each(change)):
             gated = {name: with_values(name, G=partial(_gate_of, change)) for name in GATED}
@@ -68,7 +66,6 @@ GRADIENTS: tuple[Row, ...] = (
     (ON_P, "P V alone", FIRST, ON_OUT),
     (ON_P, "twice in dY", BACKWARD, {"dY": lambda c: c.G * STEPS["dY"](c)}),
     (ON_P, "twice in its own gradient", BACKWARD, {"dG": lambda c: c.G * c.dS * c.Y}),
-    (ON_P, "twice in gblock_scale", SECOND, {"gG": lambda c: c.G * STEPS["gG"](c)}),
     (MISSING, "", BACKWARD, NO_GRADIENT),  # each alone, too
     (MISSING, "", SECOND, NO_GRADIENT),
 )
@@ -81,10 +78,8 @@ DIRECTIONS: tuple[Row, ...] = (
 )
 LEFT_OUT: tuple[Row, ...] = (
     (IGNORED, "everywhere", tuple(STAGES), AS_IF_1),
-    (IGNORED, "everywhere, and its gradient is 0", BEYOND, AS_IF_1 | NO_GRADIENT),
     (IGNORED, "in the scores alone", BEYOND + JVP, S),
     (IGNORED, "in dY alone", BEYOND, DY | TDY),
-    (IGNORED, "in dS ddk and dS^T ddq alone", SECOND, DY),
     (IGNORED, "in E alone", SECOND + JVP, E),
     (IGNORED, "in the tangent of dY alone", SECOND, TDY),
 )

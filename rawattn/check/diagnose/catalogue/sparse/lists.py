@@ -123,8 +123,7 @@ def rows(question: Question) -> Iterator[Row]:
     right = np.arange(question.num_heads_q) * selections // question.num_heads_q
     for words, of in maps.other_heads(right, selections, question.group).items():
         for factors, own in ((of, ""), (right, ", with its own gate")):
-            change = partial(of_heads, of, factors)
-            yield ("sparse-other-heads-selection", f"{words}{own}", change)
+            yield ("sparse-other-heads-selection", f"{words}{own}", partial(of_heads, of, factors))
     for size in (size for size in TILES if size < 2 * max(question.lengths_q, default=0)):
         yield ("sparse-tile-union", f"of {size} queries", partial(_union, size))
 
@@ -148,15 +147,14 @@ def misread(question: Question) -> Iterator[Bug]:
     names = ["block_indices", *["block_counts"] * (question.block_counts is not None)]
     alone = [names[:1], names[1:], names][: 2 * len(names) - 1]
     for by, some in product(maps_of(question), alone):
-        see = listed(partial(moved, by, some))
-        yield Bug(MISREAD, f"{' and '.join(some)}, {by.words}", see=see)
+        text, see = f"{' and '.join(some)}, {by.words}", listed(partial(moved, by, some))
+        yield Bug(MISREAD, text, see=see)
     places: dict[str, Of] = PLACES | {
         f"where {words.format(t)} stands": partial(_of_row, words, t)
         for t, words in product(TILES, (maps.TILED, maps.LAST))
     }
     for (words, number), (what, fields) in product(places.items(), OF_PLACES.items()):
-        see = listed(where(**dict.fromkeys(fields, number)))
-        yield Bug(PLACE, f"{what}: {words}", see=see)
+        yield Bug(PLACE, f"{what}: {words}", see=listed(where(**dict.fromkeys(fields, number))))
         if fields == ("bound",) and question.causal:
             walked = where(counted=lambda x: x.counted & (x.named <= x.own_block), bound=number)
             yield Bug(PLACE, f"the mask in blocks up to the own: {words}", see=listed(walked))
