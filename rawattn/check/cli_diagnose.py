@@ -217,23 +217,22 @@ def dump_command(
 @framework_option
 @click.option(
     "--dtype",
-    "dtypes",
     multiple=True,
     type=click.Choice(DTYPES),
     help=f"of x, more than once for several; {', '.join(pairs.DTYPES)} by default.",
 )
 @showing
-def harness_command(compare: str, framework: str | None, dtypes: tuple[str, ...]) -> Told:
+def harness_command(compare: str, framework: str | None, dtype: tuple[str, ...]) -> Told:
     """Show which wrong results a comparison function lets pass.
 
     COMPARE(x, ref) is somebody's test: it returns whether x is right, or raises AssertionError.
     What else it takes, such as tolerances, must have defaults.
     """
     with refused():
-        function, of = pairs.load_compare(compare), dtypes or pairs.DTYPES
+        function, of = pairs.load_compare(compare), dtype or pairs.DTYPES
         diagnosis = pairs.examine(function, framework or default_framework(), dtypes=of)
     given = ["--framework", framework] if framework else []
-    given += [word for dtype in dtypes for word in ("--dtype", dtype)]
+    given += [word for one in dtype for word in ("--dtype", one)]
     return diagnosis, terminal.About(again=_repeated("harness", compare, *given))
 
 

@@ -29,7 +29,6 @@ Share = Callable[[Ints, Ints, int], Ints]
 SHARES: dict[str, Share] = {
     "the last {} alone": lambda p, n, t: p // t == (n - 1) // t,
     AT_MOST: lambda p, n, t: p < t,
-    "without the first {}": lambda p, n, t: p >= t,
     LOTS_ALONE: lambda p, n, t: p < n // t * t,
 }
 LEFT: dict[str, Share] = {  # by lists of so many, whole lots, and so many splits
@@ -52,7 +51,7 @@ def in_lists(question: Question, view: View) -> tuple[Ints, Ints]:
     return np.where(seen, place, -1), of_block.sum(axis=1)[block].T[:, None]
 
 
-def tiles(question: Question) -> dict[str, Steps]:
+def tiles() -> dict[str, Steps]:
     return {f"block by block, {of}": partial(_steps, order) for of, order in ORDERS.items()}
 
 
