@@ -151,7 +151,6 @@ ORIGINS: dict[str, Origin] = {  # rows where they are taken to begin
     "its offset and a row": lambda g: g.offsets[:-1] + 1,
     "its offset less a row": lambda g: g.offsets[:-1] - 1,
     "b times the longest length": lambda g: g.b * np.diff(g.offsets).max(),
-    "b times the longest length of the other side": lambda g: g.b * np.diff(g.others).max(),
 }
 OF_TILES: dict[str, Callable[[int, Geometry], Ints]] = {  # the same, of tiles
     "its offset rounded down to a multiple of {}": lambda t, g: g.offsets[:-1] // t * t,

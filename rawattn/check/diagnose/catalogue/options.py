@@ -55,17 +55,16 @@ SLOPES: dict[str, tuple[str, dict[str, Step]]] = {  # steps of a double backward
     "1 in its place in dS ddk of gq and dS^T ddq of gk": ("gQ gK", {"dY": lambda c: c.dS}),
     "the bend times E, the slope twice": ("tdY", {"tY": lambda c: c.E}),
 }
-Curve = Callable[[Floats, Floats, float], Floats]  # of tanh, the scores before it, and the softcap
+Curve = Callable[[Floats, float], Floats]  # of tanh and the softcap
 CURVES: dict[str, Curve] = {  # in place of 1 - tanh^2
-    "1 - tanh": lambda t, Y, cap: 1 - t,
-    "1 - S^2, of the capped score,": lambda t, Y, cap: 1 - (cap * t) ** 2,
-    "1 - (S / softcap)^2, of the score before the softcap,": lambda t, Y, cap: 1 - (Y / cap) ** 2,
+    "1 - tanh": lambda t, cap: 1 - t,
+    "1 - S^2, of the capped score,": lambda t, cap: 1 - (cap * t) ** 2,
 }
 
 
 def _sloped(of: Curve, c: Context) -> tuple[Floats, ...]:
     value, _, bend = STEPS["cap"](c)
-    return value, of(value / c.question.softcap, c.Y, c.question.softcap), bend
+    return value, of(value / c.question.softcap, c.question.softcap), bend
 
 
 def _other_sinks(question: Question) -> Iterator[Bug]:

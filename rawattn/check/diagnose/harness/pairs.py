@@ -57,8 +57,7 @@ def rights(shape: Shape, dtype: str, *, size: float = 1.0, wide: bool = False) -
     accumulator = min(eps, np.finfo(np.float32).eps) * np.abs(exact).max()
     found = {
         "the reference, rounded to x's dtype": exact,
-        "the result of another rounding, off by at most an ulp": exact
-        + 0.25 * ulps * rng.uniform(-1, 1, shape),
+        "another rounding, off by at most an ulp": exact + 0.25 * ulps * rng.uniform(-1, 1, shape),
         "the same sums in another order": exact + accumulator * rng.uniform(-1, 1, shape),
     }
     return [Pair(name, "right", x.astype(kind), ref) for name, x in found.items()]
