@@ -1,5 +1,4 @@
-"""The subcommands that name bugs: explain, dump, harness. They leave with 0 where nothing is wrong,
-and with 1 where something is. Long by options and help texts."""
+"""explain, dump, harness: they exit with 1 where something is wrong. Long by options and help."""
 
 import json
 import shlex
@@ -117,7 +116,7 @@ def explain_command(files: tuple[Path, ...], log: Path | None, class_: str | Non
     if log:
         with refused(f"{log}: "):
             diagnosis = explain_log(log.read_text(encoding="utf-8", errors="replace"))
-        return diagnosis, terminal.About(again=_repeated("explain", log=log))
+        return diagnosis, terminal.About(again=_repeated("explain", "--log", log))
     sides = dict(zip("AB", (file.name for file in files), strict=False))
     return _of_files(*files), terminal.About(sides, again=_repeated("explain", *files))
 
@@ -218,32 +217,28 @@ def dump_command(
 @framework_option
 @click.option(
     "--dtype",
-    "dtypes",
     multiple=True,
     type=click.Choice(DTYPES),
     help=f"of x, more than once for several; {', '.join(pairs.DTYPES)} by default.",
 )
 @showing
-def harness_command(compare: str, framework: str | None, dtypes: tuple[str, ...]) -> Told:
+def harness_command(compare: str, framework: str | None, dtype: tuple[str, ...]) -> Told:
     """Show which wrong results a comparison function lets pass.
 
     COMPARE(x, ref) is somebody's test: it returns whether x is right, or raises AssertionError.
     What else it takes, such as tolerances, must have defaults.
     """
     with refused():
-        function, of = pairs.load_compare(compare), dtypes or pairs.DTYPES
+        function, of = pairs.load_compare(compare), dtype or pairs.DTYPES
         diagnosis = pairs.examine(function, framework or default_framework(), dtypes=of)
-    given = {"framework": framework, "dtype": dtypes}
-    return diagnosis, terminal.About(again=_repeated("harness", compare, **given))
+    given = ["--framework", framework] if framework else []
+    given += [word for one in dtype for word in ("--dtype", one)]
+    return diagnosis, terminal.About(again=_repeated("harness", compare, *given))
 
 
-def _repeated(*arguments: Any, **options: Any) -> Callable[[Finding], str]:
+def _repeated(*arguments: object) -> Callable[[Finding], str]:
     """The command again, with those of its options that were given."""
-    command = ["rawattn-check", *map(str, arguments)]
-    for name, value in options.items():
-        each = value if isinstance(value, list | tuple) else [value]
-        command += [word for one in each if one is not None for word in (f"--{name}", str(one))]
-    return lambda finding: shlex.join(command)
+    return lambda finding: shlex.join(["rawattn-check", *map(str, arguments)])
 
 
 def _of_files(*files: Path) -> Diagnosis:
@@ -278,7 +273,7 @@ def _of_side(name: str, saved: Saved, question: Question, identify: int) -> Diag
     left_out = saved.left_out if diagnosis.findings else ()
     for option, changes in meant.options(question, saved.answers, left_out, forward=forward):
         other = diagnose(replace(question, **changes), saved.answers, side=name)
-        if other.sound:
+        if not other.findings:
             title = f"right if {option} was meant, which is not said"
             given = (name, "vacuous", saved.path, "high", saved.notes)
             one = finding(*given, title=title, look_at="what was meant: save it too")

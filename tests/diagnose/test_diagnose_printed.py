@@ -228,7 +228,7 @@ def test_right_results_are_silent(form: str, dtype: str) -> None:
         other = {name: rounded(values, dtype) for name, values in other.items()}
         text = log_of(form, right, other, causal)
         diagnosis = explain_log(text)
-        assert diagnosis.sound, (seed, diagnosis.findings)
+        assert not diagnosis.findings, (seed, diagnosis.findings)
         assert {*diagnosis.judged} == ({"ref", "kernel"} if rows < 40 else set())
 
 

@@ -62,12 +62,10 @@ class Finding:
 
     @property
     def tensors(self) -> set[str]:
-        """Those that it is about."""
         return {*TENSORS} & {*re.findall(r"\w+", self.where)}
 
     @property
     def stages(self) -> list[str]:
-        """Those of its tensors."""
         return [stage for stage, tensors in STAGES.items() if self.tensors & {*tensors}]
 
     @property
@@ -77,10 +75,9 @@ class Finding:
 
     def worded(self, form: str) -> "Finding":
         """The same with another of ``forms``."""
-        own = self.form
-        if not own or not form:
+        if not self.form or not form:
             return self
-        said = [text.replace(own, form) for text in (self.title, *self.evidence)]
+        said = [text.replace(self.form, form) for text in (self.title, *self.evidence)]
         return replace(self, title=said[0], evidence=tuple(said[1:]), form=form)
 
     def joined(self, other: "Finding") -> "Finding":
@@ -105,10 +102,6 @@ class Diagnosis:
     findings: tuple[Finding, ...]
     judged: tuple[str, ...] = ()
     facts: tuple[str, ...] = ()
-
-    @property
-    def sound(self) -> bool:
-        return not self.findings
 
 
 def of_sides(title: str, sides: Mapping[str, Diagnosis]) -> Diagnosis:

@@ -1,5 +1,4 @@
-"""The bug classes: a title, which completes "the bug: ...", and where to look. Where two fit the
-same numbers, the earlier one is named."""
+"""Bug classes: a title, as in "the bug: ...", and where to look. The first that fits is named."""
 
 import re
 from typing import NamedTuple

@@ -1,5 +1,4 @@
-"""The catalogue of bugs in the forward pass and its gradients, as kernels have them, and of what is
-computed there: scales, bases, lse, sums; terms are in ``second_order``."""
+"""Bugs of the forward pass and its gradients: scales, bases, lse, sums, heads, columns."""
 
 import math
 from collections.abc import Callable, Iterator, Sequence
@@ -13,7 +12,7 @@ from rawattn.check.diagnose.catalogue import options, tile_sums
 from rawattn.check.diagnose.catalogue.masks import masks, neighbours
 from rawattn.check.diagnose.catalogue.second_order import multiple, with_values
 from rawattn.check.diagnose.catalogue.tiles import dead_rows, tiles
-from rawattn.check.diagnose.engine.attention import BACKWARD, FIRST, FORWARD, TILES, Bug, View
+from rawattn.check.diagnose.engine.attention import BACKWARD, FIRST, FORWARD, Bug, View
 from rawattn.check.diagnose.engine.question import OF_SLOTS, Answers, Question
 from rawattn.check.diagnose.engine.steps import LOG2_E, STEPS, Context, Floats, changed, row_max
 
@@ -30,13 +29,11 @@ LSES: tuple[tuple[str, str, Callable[[Floats, Floats], Floats]], ...] = (  # of 
 
 
 def bugs(question: Question) -> Iterator[Bug]:
-    longest = max((*question.lengths_q, *question.lengths_k), default=0)
     yield from options.bugs(question)
     yield from masks(question)
     yield from neighbours(question)
     yield from bugs_anywhere(question)
-    for size in (tile for tile in TILES if tile < 2 * longest):
-        yield from tiles(question, size)
+    yield from tiles(question)
     # gradients of one tile alone, which fewer pairs would explain too, in more words
     of_sums = tile_sums.candidates(question, "backward", ("dq", "dk", "dv"))
     yield from (bug for bug in of_sums if bug.name == tile_sums.OVER)

@@ -19,8 +19,7 @@ from rawattn.check.diagnose.engine.steps import Context, Floats
 TOGETHER = (("q",), ("k",), ("v",), ("k", "v"), ("q", "k", "v"))
 GOING_BACK = (
     *(("delta",), ("lse",), ("lse", "delta"), ("dlse",), ("lse", "dlse"), ("dout",), ("out",)),
-    *(("dout", "out"), ("q", "k", "v", "dout"), ("q", "k", "v", "dout", "out")),
-    *(("q", "dout"), ("q", "dout", "lse", "delta")),
+    *(("q", "k", "v", "dout"), ("q", "dout"), ("q", "dout", "lse", "delta")),
 )
 DIRECTIONS = (("tq",), ("tk",), ("tv",), ("tk", "tv"), ("tq", "tk", "tv"))
 # Results that an array says nothing of; it has a part in all others.

@@ -132,22 +132,18 @@ ROWS: dict[str, Callable[[Ints, int, Ints], Ints]] = {  # row i of n; the last o
     "row i & ~{}": lambda i, by, n: i & ~by,
     "row i + {}, its own in the last tile": lambda i, by, n: i + by * (i // by < (n - 1) // by),
     "row i - {}, its own in the first tile": lambda i, by, n: i - by * (i >= by),
-    "zeros for the first {} rows": lambda i, by, n: np.where(i < by, -NOWHERE, i),
-    "row i + {}, in the first tile": lambda i, by, n: i + by * (i < np.minimum(by, n - by)),
     WHOLE: lambda i, by, n: np.where(i < n // by * by, i, -NOWHERE),
     "row i % {}": lambda i, by, n: i % by,
     TILED: lambda i, by, n: i - i % by,
     LAST: lambda i, by, n: np.minimum(i - i % by + by, n) - 1,
-    "rows of the last tile of {} in the first one, nothing behind it": lambda i, by, n: np.where(
-        i < by, (n - 1 - i) // by * by + i, -NOWHERE
-    ),
 }
 Origin = Callable[[Geometry], Ints]  # of all sequences a row, or another one
 OTHERS: dict[str, Origin] = {
     "the next sequence": lambda g: g.b + 1,
     "the sequence before": lambda g: np.maximum(g.b - 1, 0),
-    "this sequence, empty ones not counted": lambda g: _full_before(g.offsets),
-    "this sequence, empty ones of the other side not counted": lambda g: _full_before(g.others),
+    "this sequence, empty ones not counted": lambda g: np.unique(g.offsets).searchsorted(
+        g.offsets[:-1]
+    ),
 }
 ORIGINS: dict[str, Origin] = {  # rows where they are taken to begin
     "without the offset of the sequence": lambda g: 0 * g.b,
@@ -155,24 +151,14 @@ ORIGINS: dict[str, Origin] = {  # rows where they are taken to begin
     "its offset and a row": lambda g: g.offsets[:-1] + 1,
     "its offset less a row": lambda g: g.offsets[:-1] - 1,
     "b times the longest length": lambda g: g.b * np.diff(g.offsets).max(),
-    "b times the longest length of the other side": lambda g: g.b * np.diff(g.others).max(),
 }
 OF_TILES: dict[str, Callable[[int, Geometry], Ints]] = {  # the same, of tiles
     "its offset rounded down to a multiple of {}": lambda t, g: g.offsets[:-1] // t * t,
     "its offset rounded up to a multiple of {}": lambda t, g: -(-g.offsets[:-1] // t) * t,
-    "its offset where every length is a multiple of {}": lambda t, g: np.cumsum(
-        [0, *-(-np.diff(g.offsets[:-1]) // t) * t]
-    ),
     "its offset and {0} b, rounded down to a multiple of {0}": lambda t, g: (
         (g.offsets[:-1] // t + g.b) * t
     ),
 }
-
-
-def _full_before(offsets: Ints) -> Ints:
-    """Of all sequences how many are before them, and are not empty."""
-    full = np.diff(offsets) > 0
-    return np.cumsum(full) - full
 
 
 HEADS: dict[str, Callable[[Ints, int, int], Ints]] = {  # head h of so many, a group of so many
@@ -183,9 +169,6 @@ HEADS: dict[str, Callable[[Ints, int, int], Ints]] = {  # head h of so many, a g
     "head h // group": lambda h, count, group: h // group,
     "head h % num_heads_kv": lambda h, count, group: h % (count // group),
     "head h % group": lambda h, count, group: h % group,
-    "head h % group * num_heads_kv + h // group": lambda h, count, group: (
-        h % group * (count // group) + h // group
-    ),
 }
 
 
@@ -214,8 +197,7 @@ def of_rows(words: str, by: int) -> Map:
 
 def sequences(question: Question) -> Iterator[Map]:
     """The same row of another sequence, or counted from another place, which is not the same."""
-    found = dict(ORIGINS)
-    found |= {f"the offset of {x}": partial(_of_others, other) for x, other in OTHERS.items()}
+    found = ORIGINS | {f"the offset of {x}": partial(_of_others, of) for x, of in OTHERS.items()}
     sizes = TILES if not question.sparse else (*TILES, question.block_size)
     for (words, of_tile), t in itertools.product(OF_TILES.items(), sizes):
         found[words.format(t)] = partial(of_tile, t)
@@ -294,12 +276,11 @@ def layouts(statistics: bool, grouped: bool = False) -> Iterator[Map]:
     memory, *others = ("ht", "th") if statistics else ("thd", "htd", "tdh", "dht", "dth", "hdt")
     parts = [*map(Order, others), Order(others[0], True)] + [Order(others[0], True, True)] * grouped
     for other in parts:
-        own, end = other._replace(letters=memory), ", every sequence" * other.each
+        own = other._replace(letters=memory)
+        end = ", every sequence" * other.each + " and group of heads" * other.grouped
         for read, written in ((other, own), (own, other)):
             orders = (", ".join(LETTERS[x] for x in of.letters) for of in (written, read))
-            words = (
-                "({}) read as ({})".format(*orders) + end + " and group of heads" * other.grouped
-            )
+            words = "({}) read as ({})".format(*orders) + end
             yield Map("layouts", words, partial(_at, read, written))
 
 

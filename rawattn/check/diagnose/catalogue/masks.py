@@ -120,6 +120,5 @@ def neighbours(question: Question) -> Iterator[Bug]:
             yield Bug("neighbour-leak", f"one key {text}", FIRST, _more_keys(after, before))
         ways = {"memory": "", "memory or zeros": ", zeros past the end of all"}
         for (of, words), tile in product(ways.items(), TILES):
-            yield Bug(
-                "neighbour-leak", f"tile of {tile}{words}", FIRST, _more_keys(tile=tile, of=of)
-            )
+            text, see = f"tile of {tile}{words}", _more_keys(tile=tile, of=of)
+            yield Bug("neighbour-leak", text, FIRST, see)

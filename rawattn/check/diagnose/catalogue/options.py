@@ -7,29 +7,27 @@ from functools import partial
 import numpy as np
 
 from rawattn.check.diagnose.catalogue import maps
-from rawattn.check.diagnose.catalogue.second_order import with_values
-from rawattn.check.diagnose.engine.attention import FORWARD, Bug, View, each, views_of
+from rawattn.check.diagnose.catalogue.second_order import JVP, SECOND, with_values
+from rawattn.check.diagnose.engine.attention import BACKWARD, FORWARD, Bug, View, each, views_of
 from rawattn.check.diagnose.engine.question import Question
 from rawattn.check.diagnose.engine.steps import LOG2_E, STEPS, Context, Floats, Step
 from rawattn.reference.dense import allowed
 
 ALL = 1 << 40  # keys: more than there are
+SLOPE = "softcap-slope-omitted"
 
 
 def bugs(question: Question) -> Iterator[Bug]:
     if question.softcap is not None:
         yield Bug("softcap-dropped", steps={"cap": lambda c: (c.Y, 1.0, 0.0)})
-        straight: Step = lambda c: (STEPS["cap"](c)[0], 1.0, 0.0)  # noqa: E731
-        everywhere = ("backward", "second", "jvp")
-        yield Bug("softcap-slope-omitted", "1 in its place", everywhere, steps={"cap": straight})
+        straight = {"cap": lambda c: (STEPS["cap"](c)[0], 1.0, 0.0)}
+        yield Bug(SLOPE, "1 in its place", BACKWARD + SECOND + JVP, steps=straight)
         for words, (sites, values) in SLOPES.items():
             steps = {site: with_values(site, **values) for site in sites.split()}
-            yield Bug("softcap-slope-omitted", words, ("second",), steps=steps)
+            yield Bug(SLOPE, words, SECOND, steps=steps)
         for words, of in CURVES.items():
             steps = {"cap": partial(_sloped, of)}
-            yield Bug(
-                "softcap-slope-omitted", f"{words} in its place", ("second", "jvp"), steps=steps
-            )
+            yield Bug(SLOPE, f"{words} in its place", SECOND + JVP, steps=steps)
     if question.sinks is not None:
         none = with_values("softmax", sink=lambda c: None)
         L, P, P0 = (lambda c: none(c)[0]), (lambda c: none(c)[1]), {"P0": lambda c: 0.0}
@@ -51,30 +49,22 @@ def bugs(question: Question) -> Iterator[Bug]:
 
 
 STRAIGHT: dict[str, Step] = {"cap": lambda c: (c.cap[0], 1.0, c.cap[2])}
-UNCAPPED: dict[str, Step] = {"dY": lambda c: c.dS}  # of scores behind the softcap
 SLOPES: dict[str, tuple[str, dict[str, Step]]] = {  # steps of a double backward, and what they take
     "1 in its place in E": ("E", STRAIGHT),
     "1 in its place at dS'": ("tdY", STRAIGHT),
-    "1 in its place in dS ddk of gq": ("gQ", UNCAPPED),
-    "1 in its place in dS^T ddq of gk": ("gK", UNCAPPED),
-    "1 in its place in dS ddk of gq and dS^T ddq of gk": ("gQ gK", UNCAPPED),
-    "the bend times dS, without the tangent of the scores": ("tdY", {"tY": lambda c: 1.0}),
+    "1 in its place in dS ddk of gq and dS^T ddq of gk": ("gQ gK", {"dY": lambda c: c.dS}),
     "the bend times E, the slope twice": ("tdY", {"tY": lambda c: c.E}),
-    "the bend without dS": ("tdY", {"dS": lambda c: c.P}),  # there are no gates beside a softcap
 }
-
-
-Curve = Callable[[Floats, Floats, float], Floats]  # of tanh, the scores before it, and the softcap
+Curve = Callable[[Floats, float], Floats]  # of tanh and the softcap
 CURVES: dict[str, Curve] = {  # in place of 1 - tanh^2
-    "1 - tanh": lambda t, Y, cap: 1 - t,
-    "1 - S^2, of the capped score,": lambda t, Y, cap: 1 - (cap * t) ** 2,
-    "1 - (S / softcap)^2, of the score before the softcap,": lambda t, Y, cap: 1 - (Y / cap) ** 2,
+    "1 - tanh": lambda t, cap: 1 - t,
+    "1 - S^2, of the capped score,": lambda t, cap: 1 - (cap * t) ** 2,
 }
 
 
 def _sloped(of: Curve, c: Context) -> tuple[Floats, ...]:
     value, _, bend = STEPS["cap"](c)
-    return value, of(value / c.question.softcap, c.Y, c.question.softcap), bend
+    return value, of(value / c.question.softcap, c.question.softcap), bend
 
 
 def _other_sinks(question: Question) -> Iterator[Bug]:
@@ -82,8 +72,7 @@ def _other_sinks(question: Question) -> Iterator[Bug]:
     raised: Step = lambda c: c.sink + c.S.max(axis=-1, initial=-np.inf)  # noqa: E731
     text = "exp(sink), not relative to the maximum"
     yield Bug("sinks-misplaced", text, FORWARD, steps=with_sink(raised))
-    factors = {"softmax_scale ": question.scale, "log2(e) ": LOG2_E, "ln 2 ": 1 / LOG2_E, "0 ": 0.0}
-    found = {f"exp({words}sink)": (x, h) for words, x in factors.items()}
+    found = {"exp(softmax_scale sink)": (question.scale, h), "exp(ln 2 sink)": (1 / LOG2_E, h)}
     of_heads = maps.other_heads(h, len(h), question.group)
     found |= {f"that of {words}": (1.0, heads) for words, heads in of_heads.items()}
     for words, (times, heads) in found.items():

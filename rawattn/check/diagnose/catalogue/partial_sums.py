@@ -87,7 +87,7 @@ def _cut(keys: Keys, step: int, c: Context) -> list[np.ndarray]:
 def tiles(question: Question) -> dict[str, Cut]:
     """Tiles of a loop over the keys, from the first on and from the last, or over blocks."""
     if question.sparse:
-        return walks.tiles(question)
+        return walks.tiles()
     sizes = [tile for tile in TILES if tile < max(question.lengths_k, default=0)]
     return {
         f"tile of {tile}{words}": partial(_cut, partial(_tiles, tile), step)
@@ -165,7 +165,6 @@ WAYS: dict[str, Way] = {  # f: factors; r: row sums
     "by exp of units of base 2": _power(1 / LN_2),
     "of the last tile alone": lambda f, r: (0.0, 1.0),
     "without the first rescale after a tile's own": lambda f, r: (f, 1 / _next(f)),
-    "not rescaled by the last tile": lambda f, r: (np.append(f[:-1], np.ones_like(f[:1]), 0), 1.0),
     "divided by the row sum at every tile": lambda f, r: (f / r, 1 / r),
 }
 for least, (units, of) in product((1, 2, 4, 8), {"": 1.0, " in base 2": LN_2}.items()):
@@ -234,15 +233,11 @@ TAKEN: dict[str, Taken] = {  # for the lse of parts, in units of so many natural
 }
 # what the results of parts are multiplied by
 WEIGHTS: dict[str, Weights] = {text: partial(_shares, taken) for text, taken in TAKEN.items()} | {
-    "exp(lse - largest), not normalised": lambda p: _exp(p.lses - _finite(p.lses.max(axis=0))),
     "their own sums, beside their own maxima, over the row sum of all": lambda p: (
         p.row_sums * _exp(_finite(p.tops.max(axis=0)) - _whole(TAKEN[RIGHT], p))
     ),
     "none: parts are added": lambda p: np.ones_like(p.tops),
     "the mean of all parts": lambda p: np.full_like(p.tops, 1 / len(p.tops)),
-    "the mean of the parts that have keys": lambda p: (
-        np.isfinite(p.tops) / np.maximum(np.isfinite(p.tops).sum(axis=0), 1)
-    ),
     "the first part alone": lambda p: np.eye(len(p.tops))[0, :, None, None],
     "the last part alone": lambda p: np.eye(len(p.tops))[-1, :, None, None],
 }

@@ -77,11 +77,9 @@ def taken(x: Floats, places: np.ndarray, axis: int, nothing: float = 0.0) -> Flo
     return np.moveaxis(found, 0, axis)
 
 
-def stored(
-    by: Map, names: Collection[str] = (), nothing: float = 0.0, way: Way = Map.moved
-) -> Store:
-    """Results, or some of them, as a map has them in one of its ways; ``nothing`` elsewhere."""
+def stored(by: Map, names: Collection[str] = (), rest: float = 0.0, way: Way = Map.moved) -> Store:
+    """Results, or some of them, as a map has them in one of its ways; ``rest`` elsewhere."""
     return lambda question, answers: {
-        name: way(by, geometry(question, name), x, nothing) if not names or name in names else x
+        name: way(by, geometry(question, name), x, rest) if not names or name in names else x
         for name, x in answers.items()
     }

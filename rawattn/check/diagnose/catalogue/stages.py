@@ -19,8 +19,7 @@ from rawattn.reference.dense import allowed
 
 Ints = np.ndarray
 TAILS = {"count as its own": False, "are stored as its own, the last sequence first": True}
-# of the tiles of all steps, of one loop after the other, of a size, among so many rows: the rows
-# that every step takes, (steps, rows of a tile)
+# of the tiles of each loop by step, their size, and how many rows there are: rows (steps, size)
 Loops = Callable[[list[Ints], int, int], list[Ints]]
 Which = Callable[[Ints], Ints]  # of the tiles of all steps, those that are taken
 Ring = tuple[int, int, int | None]

@@ -17,8 +17,7 @@ RESULTS = {  # that a step gives, by the first of which what is wrong is known
     **{"e": {"tlse", "ddlse"}, "tO": {"tout", "ddout"}, "dQ": {"dq"}, "dK": {"dk"}, "dV": {"dv"}},
     **{"gQ": {"gq"}, "gK": {"gk"}, "gV": {"gv"}},
 }
-# terms in words, and by steps the operands that no other term has; P of tO is that of P tV, tP of
-# it P o E
+# terms in words, and by steps the operands of no other term; of tO P is that of P tV, tP P o E
 SUMS: dict[str, dict[str, tuple[str, ...]]] = {
     "P o E of {e}": {"e": ("E",)},
     "(P o E) v of {out}": {"tO": ("tP",)},
@@ -29,10 +28,7 @@ SUMS: dict[str, dict[str, tuple[str, ...]]] = {
     "dv": {"dV": ("P",)},
     "dk and dv": {"dK": ("dY",), "dV": ("P",)},
     "dS' k of gq": {"gQ": ("tdY",)},
-    "dS ddk of gq": {"gQ": ("dY",)},
     "gq": {"gQ": ("tdY", "dY")},
-    "dS'^T q of gk": {"gK": ("tdY",)},
-    "dS^T ddq of gk": {"gK": ("dY",)},
     "gk": {"gK": ("tdY", "dY")},
     "gv": {"gV": ("tP",)},
     "gk and gv": {"gK": ("tdY", "dY"), "gV": ("tP",)},

@@ -27,30 +27,30 @@ PARTS: tuple[tuple[str, str, Part], ...] = (
     ("tile-skipped", "last of keys", lambda i, j, n, m, t: j // t == (m - 1) // t),
     ("tile-skipped", "diagonal", lambda i, j, n, m, t: j // t == (i + m - n) // t),
 )
-EDGES = {  # of parts of the keys: class, how often a key counts, and whether it is the one behind
-    "the first key behind each part counts twice": ("tile-counted-twice", 2.0, True),
-    "the last key of each part counts in the next one too": ("tile-counted-twice", 2.0, False),
-    "the first key of each part but the first is left out": ("wrong-keys", 0.0, True),
-    "the last key of each part but the last is left out": ("wrong-keys", 0.0, False),
+EDGES = {  # the first key behind each part: class, and how often it counts
+    "the first key behind each part counts twice": ("tile-counted-twice", 2.0),
+    "the first key of each part but the first is left out": ("wrong-keys", 0.0),
 }
 
 
-def tiles(question: Question, tile: int) -> Iterator[Bug]:
-    at = f"tile of {tile}"
-    for name, text, part in PARTS:
-        yield Bug(name, f"{text}, {at}", FIRST, each(_often, part, tile, 0.0))
-        if name == "tile-skipped" and tile < max(question.lengths_k):  # else everything is doubled
-            yield Bug("tile-counted-twice", f"{text}, {at}", FIRST, each(_often, part, tile, 2.0))
-    if tile < max(question.lengths_q, default=0):  # else nothing is stored
-        yield Bug("tail-tile-dropped", f"rows stored, {at}", store=stored(of_rows(WHOLE, tile)))
+def tiles(question: Question) -> Iterator[Bug]:
+    longest_q, longest_k = (max(x, default=0) for x in (question.lengths_q, question.lengths_k))
+    for tile in (tile for tile in TILES if tile < 2 * max(longest_q, longest_k)):
+        for name, words, part in PARTS:
+            text = f"{words}, tile of {tile}"
+            yield Bug(name, text, FIRST, each(_often, part, tile, 0.0))
+            if name == "tile-skipped" and tile < longest_k:  # else everything is doubled
+                yield Bug("tile-counted-twice", text, FIRST, each(_often, part, tile, 2.0))
+        if tile < longest_q:  # else nothing is stored
+            text, store = f"rows stored, tile of {tile}", stored(of_rows(WHOLE, tile))
+            yield Bug("tail-tile-dropped", text, store=store)
 
 
 def of_splits(question: Question) -> Iterator[Bug]:
-    """A forward pass in parts of the keys, which overlap, leave out keys, or have masks that count
-    from the start of each."""
+    """A forward pass in parts of the keys, which overlap, lack keys, or have masks of their own."""
     for at, keys in parts_of_keys(question).items():
-        for words, (name, often, behind) in EDGES.items():
-            yield Bug(name, f"{words}: {at}", FORWARD, each(_at_edges, keys, often, behind))
+        for words, (name, often) in EDGES.items():
+            yield Bug(name, f"{words}: {at}", FORWARD, each(_at_edges, keys, often))
         if question.mask_window != (-1, -1):
             form = f"the mask counts keys from the start of each part: {at}"
             yield Bug("wrong-keys", form, FORWARD, each(_from_start, keys))
@@ -62,10 +62,9 @@ def _starts(keys: Keys, view: View) -> np.ndarray:
     return np.concatenate([np.arange(0), *parts])
 
 
-def _at_edges(keys: Keys, often: float, behind: bool, question: Question, view: View) -> View:
-    """The key ``behind`` each edge between parts, or that before it, counts so often."""
-    first = np.diff(_starts(keys, view), prepend=0) > 0
-    there = first if behind else np.roll(first, -1)
+def _at_edges(keys: Keys, often: float, question: Question, view: View) -> View:
+    """The key behind each edge between parts counts so often."""
+    there = np.diff(_starts(keys, view), prepend=0) > 0
     return replace(view, weight=view.weight * np.where(there, often, 1.0))
 
 
@@ -98,8 +97,7 @@ def _row_mask(of: Callable[[np.ndarray], np.ndarray], question: Question) -> np.
 
 
 def of_late(question: Question, rows: np.ndarray) -> Iterator[Bug]:
-    """NaN in these ``rows`` (total_q, num_heads_q), where they are those without a key in the tile
-    where the running maximum starts."""
+    """NaN in ``rows`` (total_q, num_heads_q) without a key where the running maximum starts."""
     sides = zip(("first", "last"), bounds(question), strict=True)
     ends = [words for words, side in sides if side < math.inf]
     packed = (t // question.group for t in (48, *TILES) if t % question.group == 0)

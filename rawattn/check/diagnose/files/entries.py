@@ -33,14 +33,12 @@ ALIASES = {
     "block_indices": "selected_block_indices selected_blocks",
     "block_counts": "selected_block_counts",
     **{"block_scale": "sel_scale gate gates block_scales", "tblock_scale": "ddblock_scale"},
-    "causal": "is_causal",
-    "window": "window_size",
+    **{"causal": "is_causal", "window": "window_size"},
     "softmax_scale": "scale sm_scale scaling attn_scale",
     "softcap": "logits_soft_cap logit_cap",
     "sinks": "sink attn_sink attn_sinks learnable_sink s_aux",
-    "tsinks": "ddsinks",
     "seqused_k": "seqlens_used_k cache_seqlens",
-    "dsinks": "grad_sinks sinks_grad dsink",
+    **{"tsinks": "ddsinks", "dsinks": "grad_sinks sinks_grad dsink"},
     **{"own": "include_own_block", "sliding": "window_of_sliding"},
     "out": "o output attn_out attn_output attention_output",
     "lse": "softmax_lse logsumexp log_sum_exp",
@@ -161,10 +159,8 @@ def narrowed(arrays: Arrays, dtype: np.dtype) -> Arrays:
 
 
 def _floating(name: str, array: np.ndarray) -> np.ndarray:
-    if array.dtype == np.uint16 or array.dtype == np.dtype("V2"):  # as numpy.save writes bfloat16
+    if array.dtype in (BFLOAT16, np.uint16, np.dtype("V2")):  # as numpy.save writes bfloat16
         return array.view(BFLOAT16)
-    if array.dtype == BFLOAT16:
-        return array
     if array.dtype.kind != "f" or array.dtype.itemsize > 8:
         raise ValueError(f"{name} has dtype {array.dtype}; it must be floating, or uint16 bits")
     return array.astype(array.dtype.newbyteorder("="), copy=False)

@@ -21,7 +21,6 @@ AXES: dict[str, tuple[str, str, str]] = {
     **dict.fromkeys(OF_BLOCKS, ("q", "qk", "any")),
     "block_counts": ("q", "qk", ""),
 }
-LIKE_OUT = ("q", "q", "v")
 
 
 @dataclass(frozen=True)
@@ -81,9 +80,8 @@ def frame_of(inputs: Arrays, layout: str) -> Frame:
     offsets: Arrays = {}
     total: dict[str, int] = {}
     for side, (batch, rows) in {"q": q.shape[:2], "k": k.shape[:2]}.items():
-        given = offsets_of(inputs, side)
-        given = offsets_of(inputs, "q") if given is None else given
-        given = np.arange(batch + 1) * rows if given is None else given
+        known = (offsets_of(inputs, name) for name in (side, "q"))
+        given = next((x for x in known if x is not None), np.arange(batch + 1) * rows)
         lengths = np.diff(given)
         padded = len(lengths) == batch > 1 and lengths.max(initial=0) <= rows
         packed = given[-1] == batch * rows or (batch == 1 and given[-1] <= rows)
@@ -131,7 +129,7 @@ def place(name: str, array: np.ndarray, frame: Frame) -> np.ndarray:
         if array.shape != (count,):
             raise ValueError(f"{name} has shape {array.shape}; it must be ({count},), by {what}")
         return array
-    side, whose, like = AXES.get(name, LIKE_OUT)
+    side, whose, like = AXES.get(name, ("q", "q", "v"))  # or like out
     heads, heads_first = [frame.heads[h] for h in whose], name in HEADS_FIRST
     width = {"": 1, "any": array.shape[-1] if array.ndim else 1, **frame.widths}[like]
     found = array if like else array[..., None]

@@ -14,7 +14,7 @@ from rawattn.check.diagnose.evidence.precision import eps_of, smallest_of
 from rawattn.check.diagnose.evidence.steps import MADE
 from rawattn.check.diagnose.files import entries, layouts
 from rawattn.check.diagnose.files.entries import BFLOAT16, GIVEN, OPTIONS, narrowed
-from rawattn.check.diagnose.files.layouts import LENGTHS, Arrays, Frame
+from rawattn.check.diagnose.files.layouts import LENGTHS, Frame
 
 MAY_BE_LEFT_OUT = ("causal", "window", "softmax_scale", "dlse")
 OFFSETS = ("cu_seqlens_q", "cu_seqlens_k")
@@ -50,22 +50,17 @@ class Saved:
 def dump(path: str | Path, question: Question, answers: Answers, **said: int) -> None:
     """Write both to a .npz file: an array under each name, bfloat16 as uint16, and "about", JSON
     text with the options, the names of bfloat16 arrays for others, and what else is ``said``."""
-    arrays: Arrays = {}
-    for name in ARRAYS:
-        if (value := getattr(question, name)) is not None:
-            arrays[GIVEN.get(name, name)] = np.asarray(value)
-    arrays |= {name: np.asarray(array) for name, array in answers.items()}
-    about = {
+    given = {GIVEN.get(name, name): getattr(question, name) for name in ARRAYS} | answers
+    arrays = {name: np.asarray(array) for name, array in given.items() if array is not None}
+    about: dict[str, Any] = {
         "written by": "rawattn-check dump",
         "bfloat16": [name for name, array in arrays.items() if array.dtype == BFLOAT16],
         "options": {name: getattr(question, name) for name in OPTIONS},
         **said,
     }
-    stored: dict[str, Any] = {"about": np.array(json.dumps(about))}
-    for name, array in arrays.items():
-        stored[name] = array.view(np.uint16) if array.dtype == BFLOAT16 else array
+    bits = {name: arrays[name].view(np.uint16) for name in about["bfloat16"]}
     with open(path, "wb") as file:  # a name without .npz is left as it is
-        np.savez(file, **stored)
+        np.savez(file, about=np.array(json.dumps(about)), **arrays | bits)
 
 
 def read(path: str | Path, frame: Frame | None = None) -> Saved:
@@ -131,13 +126,9 @@ def load_two(one: str | Path, other: str | Path | None = None) -> Pair:
     if first is None or second is None:
         return Pair(sides, (first, second))
     apart, notes = _compared(first, second, *(saved.path for saved in sides))
-    arrays = ([getattr(x, name) for name in ARRAYS] for x in (first, second))
-    same = all(_bits(x) == _bits(y) for x, y in zip(*arrays, strict=True))
-    return Pair(sides, (first, first if same and not apart else second), apart, notes)
-
-
-def _bits(array: Any) -> bytes:
-    return b"" if array is None else np.asarray(array).tobytes()
+    bits = [[np.asarray(getattr(x, name)).tobytes() for name in ARRAYS] for x in (first, second)]
+    same = bits[0] == bits[1] and not apart
+    return Pair(sides, (first, first if same else second), apart, notes)
 
 
 def _completed(mine: Saved, other: Saved) -> Saved:

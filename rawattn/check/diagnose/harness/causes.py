@@ -105,10 +105,8 @@ def _causes(due: Sequence[Trial]) -> dict[str, list[Trial]]:
         }
         return next(bug for bug, holds in claims.items() if holds)  # the first that holds
 
-    causes: dict[str, list[Trial]] = {}
-    for t in fooled:
-        causes.setdefault(cause(t), []).append(t)
-    return causes
+    found = [(cause(t), t) for t in fooled]
+    return {bug: [t for by, t in found if by == bug] for bug in HARNESS}
 
 
 def _each_once(pairs: Iterable[tuple[str, str]]) -> dict[str, dict[str, None]]:

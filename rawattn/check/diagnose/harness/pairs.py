@@ -1,6 +1,5 @@
 """A comparison function is fed wrong results, and right ones. ``compare(x, ref)`` says whether x is
-right: by its truth value, or by an AssertionError. What is wrong is off by over GENEROUS units of
-the dtype's rounding (eps) of the largest element."""
+right: by its truth value, or by an AssertionError."""
 
 import contextlib
 import io
@@ -23,10 +22,10 @@ from rawattn.check.transfer import Array, to_framework, to_numpy
 Compare = Callable[[Array, Array], Any]
 Float64 = npt.NDArray[np.float64]
 Shape = tuple[int, ...]
-GENEROUS = 4.0
+GENEROUS = 4.0  # eps of the dtype, times the largest element, that what is wrong is off by at least
 LARGEST = 3.0  # of the data, in standard deviations
 DTYPES = ("float32", "float16", "bfloat16")
-SIZES = (100.0, 1.0, 1e-3, 1e-4)  # the last two: gradients of a loss that is a mean
+SIZES = (100.0, 1.0, 1e-3, 1e-4)  # the same; the last two: gradients of a loss that is a mean
 SHAPES: tuple[Shape, ...] = ((96, 32), (96, 4, 16), (2, 4, 24, 16))
 
 
@@ -58,8 +57,7 @@ def rights(shape: Shape, dtype: str, *, size: float = 1.0, wide: bool = False) -
     accumulator = min(eps, np.finfo(np.float32).eps) * np.abs(exact).max()
     found = {
         "the reference, rounded to x's dtype": exact,
-        "the result of another rounding, off by at most an ulp": exact
-        + 0.25 * ulps * rng.uniform(-1, 1, shape),
+        "another rounding, off by at most an ulp": exact + 0.25 * ulps * rng.uniform(-1, 1, shape),
         "the same sums in another order": exact + accumulator * rng.uniform(-1, 1, shape),
     }
     return [Pair(name, "right", x.astype(kind), ref) for name, x in found.items()]
@@ -134,17 +132,13 @@ def load_compare(place: str) -> Compare:
 
 
 def examine(
-    compare: Compare,
-    framework: str = "numpy",
-    *,
-    dtypes: Sequence[str] = DTYPES,
-    sizes: Sequence[float] = SIZES,
+    compare: Compare, framework: str = "numpy", *, dtypes: Sequence[str] = DTYPES
 ) -> Diagnosis:
-    """Feed ``compare`` arrays of ``framework``, of these standard deviations, and name what is
-    wrong. The reference is float64 or of x's dtype, whichever refuses fewer right results."""
+    """Feed ``compare`` arrays of ``framework``, and name what is wrong. The reference is float64 or
+    of x's dtype, whichever refuses fewer right results."""
 
     def fed(of: Callable[..., list[Pair]], wide: bool) -> Iterator[Trial]:
-        for dtype, size, shape in itertools.product(dtypes, sizes, SHAPES):
+        for dtype, size, shape in itertools.product(dtypes, SIZES, SHAPES):
             for pair in of(shape, dtype, size=size, wide=wide):
                 verdict = _ask(compare, pair, framework)
                 yield Trial(pair.name, pair.kind, pair.error, (dtype, size, len(shape)), verdict)

@@ -126,7 +126,6 @@ def _rows(pair: Pair, rows: Sequence[Rows], causal: bool | None) -> Finding | No
     if len(rows) < 2:
         return None
     own, right = sorted(rows, key=lambda one: (bool(one.wrong.any()), one.unmasked), reverse=True)
-    others: tuple[str, ...]
     if own.wrong.any() and not right.wrong.any():
         said = [own.said, f"{right.name} is right: its rows sum to {listed(right.sums)}"]
         gap = own.x - right.x
@@ -137,8 +136,8 @@ def _rows(pair: Pair, rows: Sequence[Rows], causal: bool | None) -> Finding | No
             evidence = dict.fromkeys((*own.finding.evidence, *said))
             return replace(own.finding, evidence=tuple(evidence))
         said.append("of one sign in each row, they differ by P times a number: by D, not by P")
-        others = ("delta-of-another-out", "lse-gradient-dropped")
-        return finding(own.side, "delta-omitted", own.name, "medium", said, others)
+        alike = ("delta-of-another-out", "lse-gradient-dropped")
+        return finding(own.side, "delta-omitted", own.name, "medium", said, alike)
     if own.wrong.any() or right.unmasked or not own.unmasked or causal is False:
         return None
     said = [f"{own.name} above the diagonal: up to {own.unmasked:.3g}; {right.name}: 0"]

@@ -49,14 +49,12 @@ class Pair:
 
     @property
     def factor(self) -> float | None:
-        """a / b where that is a constant other than 1."""
         x, y = (p.values[self.finite] for p in self.both)
         return factor(x, y, *(p.unit for p in self.both))
 
     @property
     def power(self) -> float | None:
-        """By how much the scores of one side are multiplied, as its P is a power of that of the
-        other: the factor of the logarithms of P less their mean in each row."""
+        """The factor of one side's scores: of the logarithms of P less their mean in each row."""
         if self.kind != "P" or self.a.values.ndim < 2:
             return None
         there = np.all([p.values > max(DIGITS * p.unit, 1e-6) for p in self.both], axis=0)

@@ -5,7 +5,7 @@ from io import StringIO
 from rich.console import Console
 
 from rawattn.check.diagnose.findings import Diagnosis
-from rawattn.check.diagnose.report.terminal import NOBODY, About, facts, show
+from rawattn.check.diagnose.report.terminal import About, facts, show
 
 WIDTH = 150  # of tables; sentences are narrower
 FORMAT = """<!doctype html>
@@ -13,6 +13,7 @@ FORMAT = """<!doctype html>
 <style>{stylesheet}\nbody {{ color: {foreground}; background: {background}; }}</style>
 <pre>{code}</pre></html>
 """
+NOBODY = About()
 
 
 def page(diagnosis: Diagnosis, about: About = NOBODY, *, full: bool = True) -> str:

@@ -32,12 +32,7 @@ class About:
     tally: str = ""
 
 
-NOBODY = About()
-
-
-def show(
-    console: Console, diagnosis: Diagnosis, about: About = NOBODY, *, full: bool = False
-) -> None:
+def show(console: Console, diagnosis: Diagnosis, about: About, *, full: bool = False) -> None:
     """The verdict in short, or with ``full`` all that it rests on."""
     wide = min(max(LEAST, console.width), MOST)
     sides = {finding.side for finding in diagnosis.findings} | {*about.files, *diagnosis.judged}

@@ -24,7 +24,6 @@ Row = tuple[str, str, tuple[str, ...], Mapping[str, Step]]
 
 
 def bugs(question: Question, different: Callable[[See], bool]) -> Iterator[Bug]:
-    """Every bug of the catalogue that can matter for the question."""
     rows = [*GRADIENTS]
     heads = question.num_heads_q // np.asarray(question.block_indices).shape[1]
     for words, head in ("the last head", heads - 1), ("the first head", 0):
@@ -33,9 +32,7 @@ def bugs(question: Question, different: Callable[[See], bool]) -> Iterator[Bug]:
     rows += DIRECTIONS if question.tblock_scale is not None else ()
     rows += LEFT_OUT if np.any(np.asarray(question.block_scale) != 1) else ()
     yield from (Bug(name, words, stages, steps=steps) for name, words, stages, steps in rows)
-    for words, see in OTHERS.items():
-        if different(see):
-            yield Bug(ORDER, words, see=see)
+    yield from (Bug(ORDER, words, see=see) for words, see in OTHERS.items() if different(see))
     for words, change in CHANGES.items():
         if different(see := each(change)):
             gated = {name: with_values(name, G=partial(_gate_of, change)) for name in GATED}
@@ -69,7 +66,6 @@ GRADIENTS: tuple[Row, ...] = (
     (ON_P, "P V alone", FIRST, ON_OUT),
     (ON_P, "twice in dY", BACKWARD, {"dY": lambda c: c.G * STEPS["dY"](c)}),
     (ON_P, "twice in its own gradient", BACKWARD, {"dG": lambda c: c.G * c.dS * c.Y}),
-    (ON_P, "twice in gblock_scale", SECOND, {"gG": lambda c: c.G * STEPS["gG"](c)}),
     (MISSING, "", BACKWARD, NO_GRADIENT),  # each alone, too
     (MISSING, "", SECOND, NO_GRADIENT),
 )
@@ -82,10 +78,8 @@ DIRECTIONS: tuple[Row, ...] = (
 )
 LEFT_OUT: tuple[Row, ...] = (
     (IGNORED, "everywhere", tuple(STAGES), AS_IF_1),
-    (IGNORED, "everywhere, and its gradient is 0", BEYOND, AS_IF_1 | NO_GRADIENT),
     (IGNORED, "in the scores alone", BEYOND + JVP, S),
     (IGNORED, "in dY alone", BEYOND, DY | TDY),
-    (IGNORED, "in dS ddk and dS^T ddq alone", SECOND, DY),
     (IGNORED, "in E alone", SECOND + JVP, E),
     (IGNORED, "in the tangent of dY alone", SECOND, TDY),
 )
@@ -100,8 +94,7 @@ def _of_head(head: int, heads: int, name: str, c: Context) -> Floats:
     return np.asarray((c.view.heads % heads == head)[:, None, None] * STEPS[name](c))
 
 
-# for slots (heads, n, m), -1 of the own block where none names it, of so many others; own: keys of
-# the own block (n, m)
+# of slots (heads, n, m), -1 of an own block that none names, keys of own blocks, slots' number
 Slots = Callable[[Ints, Ints, int], Ints]
 Change = Callable[[Question, View], View]
 SLOTS: dict[str, Slots] = {
@@ -131,8 +124,7 @@ def _by_place(order: str, own: bool, question: Question, view: View) -> View:
 
 
 def _unsorted(order: walks.Order, question: Question, view: View) -> View:
-    """The same view with factors of pairs as they are by queries, where the pairs are sorted by
-    blocks. order: of a query's blocks."""
+    """Factors of pairs by queries (``order``: of blocks), where the pairs are sorted by blocks."""
     if view.slot is None or not question.slots:
         return view
     block = (view.keys - question.cu_seqlens_k[view.sequence]) // question.block_size

@@ -45,21 +45,9 @@ def _ending(stop: Of) -> Change:
     return _only(lambda x: x.counted & (np.cumsum(stop(x) & x.counted, axis=2) == 0))
 
 
-def _again(slots: bool = False, own: bool = False, apart: bool = False) -> Change:
-    """Blocks count once more for every slot that names them again, but for one that comes next if
-    only those ``apart`` count, and the own block, if it is walked, though slots name it too."""
-
-    def change(x: Lists) -> Lists:
-        repeated, last = slots & x.exists, own & x.has_own
-        if apart:
-            visited, walked = np.array(-1), x.exists & ~(x.cut[..., :-1] & (x.named > x.own_block))
-            for slot in x.slots:
-                block = x.named[..., slot]
-                repeated[..., slot] &= block != visited
-                visited = np.where(walked[..., slot], block, visited)
-        return replace(x, times=x.walked | np.concatenate([repeated, last], axis=2))
-
-    return change
+def _again(slots: bool = False, own: bool = False) -> Change:
+    """Blocks count again for every slot that repeats them, and a walked own one that slots name."""
+    return where(times=lambda x: x.walked | np.concatenate([slots & x.exists, own & x.has_own], 2))
 
 
 def _uncut(free: Callable[[Ints, Ints], Any]) -> Change:
@@ -103,7 +91,6 @@ TABLE: tuple[Row, ...] = (
     (TWICE, "of the selection", _again(slots=True)),
     (TWICE, "the own block", _again(own=True)),
     (TWICE, "all", _again(slots=True, own=True)),
-    (TWICE, "of slots that do not follow each other", _again(slots=True, apart=True)),
     (READ, "as the first block", where(named=lambda x: x.named * x.is_block)),
     (READ, "as the nearest block", where(named=lambda x: np.clip(x.named, 0, x.blocks - 1))),
     (READ, "if negative from the end", where(named=lambda x: x.named + x.blocks * (x.named < 0))),
@@ -136,8 +123,7 @@ def rows(question: Question) -> Iterator[Row]:
     right = np.arange(question.num_heads_q) * selections // question.num_heads_q
     for words, of in maps.other_heads(right, selections, question.group).items():
         for factors, own in ((of, ""), (right, ", with its own gate")):
-            change = partial(of_heads, of, factors)
-            yield ("sparse-other-heads-selection", f"{words}{own}", change)
+            yield ("sparse-other-heads-selection", f"{words}{own}", partial(of_heads, of, factors))
     for size in (size for size in TILES if size < 2 * max(question.lengths_q, default=0)):
         yield ("sparse-tile-union", f"of {size} queries", partial(_union, size))
 
@@ -148,8 +134,7 @@ def of_heads(of: Ints, factors: Ints, x: Lists) -> Lists:
     return replace(x, **moved, heads=factors)
 
 
-Number = Callable[[Lists], Ints]
-PLACES: dict[str, Number] = {  # of a query among the keys
+PLACES: dict[str, Of] = {  # of a query among the keys
     "at i, without seqlen_k - seqlen_q": lambda x: x.row,
     "one key further": lambda x: x.place + 1,
 }
@@ -162,15 +147,14 @@ def misread(question: Question) -> Iterator[Bug]:
     names = ["block_indices", *["block_counts"] * (question.block_counts is not None)]
     alone = [names[:1], names[1:], names][: 2 * len(names) - 1]
     for by, some in product(maps_of(question), alone):
-        see = listed(partial(moved, by, some))
-        yield Bug(MISREAD, f"{' and '.join(some)}, {by.words}", see=see)
-    places: dict[str, Number] = PLACES | {
+        text, see = f"{' and '.join(some)}, {by.words}", listed(partial(moved, by, some))
+        yield Bug(MISREAD, text, see=see)
+    places: dict[str, Of] = PLACES | {
         f"where {words.format(t)} stands": partial(_of_row, words, t)
         for t, words in product(TILES, (maps.TILED, maps.LAST))
     }
     for (words, number), (what, fields) in product(places.items(), OF_PLACES.items()):
-        see = listed(where(**dict.fromkeys(fields, number)))
-        yield Bug(PLACE, f"{what}: {words}", see=see)
+        yield Bug(PLACE, f"{what}: {words}", see=listed(where(**dict.fromkeys(fields, number))))
         if fields == ("bound",) and question.causal:
             walked = where(counted=lambda x: x.counted & (x.named <= x.own_block), bound=number)
             yield Bug(PLACE, f"the mask in blocks up to the own: {words}", see=listed(walked))

@@ -1,5 +1,4 @@
-"""The catalogue of bugs in block-sparse attention: lists of blocks that are read wrongly
-(``lists``), who sees what of a block, factors (``gates``), and the sliding branch."""
+"""Bugs of block-sparse attention: ``lists`` of blocks, ``walks``, ``gates``, the sliding branch."""
 
 from collections.abc import Callable, Collection, Iterator
 from dataclasses import replace
@@ -12,7 +11,7 @@ from rawattn.check.diagnose.catalogue.masks import windows
 from rawattn.check.diagnose.catalogue.sparse import gates, walks
 from rawattn.check.diagnose.catalogue.sparse.lists import listed, misread, rows
 from rawattn.check.diagnose.catalogue.tiles import tiles
-from rawattn.check.diagnose.engine.attention import FORWARD, TILES, Bug, See, View, each, views_of
+from rawattn.check.diagnose.engine.attention import FORWARD, Bug, See, View, each, views_of
 from rawattn.check.diagnose.engine.question import Question
 
 
@@ -47,11 +46,9 @@ def of_weights(question: Question) -> Iterator[Bug]:
 
 def candidates(question: Question, stage: str, wrong: Collection[str]) -> Iterator[Bug]:
     """More of a stage, tried on one sequence: other arrays, parts of walks, tiles."""
-    sizes = (size for size in TILES if size < 2 * max(question.lengths_k))
-    of_tiles = (bug for size in sizes for bug in tiles(question, size))
     of_walks = chain(walks.cut(question), walks.bugs(question, wrong), walks.stale(question))
     of_lists = chain(misread(question), gates.misread(question), walks.of_places(question))
-    every = chain(of_lists, of_walks, of_tiles)
+    every = chain(of_lists, of_walks, tiles(question))
     yield from (bug for bug in every if stage in bug.stages)
 
 

@@ -21,6 +21,7 @@ ORDERS: dict[str, Order] = {
     "blocks ascending": lambda slot, block, last: block,
     "blocks descending": lambda slot, block, last: block.max() - block,
 }
+Steps = Callable[[Context], list[Ints]]  # which pairs every step, or every part, has
 LOTS = (1, 2, 4, 8, 16, 32, 64, 128)  # queries of one step of a loop
 AT_MOST, LOTS_ALONE = "at most {}, the first", "in whole lots of {} alone"
 # which of so many places count, in lots of t
@@ -28,7 +29,6 @@ Share = Callable[[Ints, Ints, int], Ints]
 SHARES: dict[str, Share] = {
     "the last {} alone": lambda p, n, t: p // t == (n - 1) // t,
     AT_MOST: lambda p, n, t: p < t,
-    "without the first {}": lambda p, n, t: p >= t,
     LOTS_ALONE: lambda p, n, t: p < n // t * t,
 }
 LEFT: dict[str, Share] = {  # by lists of so many, whole lots, and so many splits
@@ -51,8 +51,7 @@ def in_lists(question: Question, view: View) -> tuple[Ints, Ints]:
     return np.where(seen, place, -1), of_block.sum(axis=1)[block].T[:, None]
 
 
-def tiles(question: Question) -> dict[str, Callable[[Context], list[Ints]]]:
-    """Which pairs every step of a walk has: blocks."""
+def tiles() -> dict[str, Steps]:
     return {f"block by block, {of}": partial(_steps, order) for of, order in ORDERS.items()}
 
 
@@ -91,16 +90,14 @@ def _shared(order: Order, parts: int, up: int, c: Context) -> list[Ints]:
     return [part == number for number in range(parts)]
 
 
-def splits(question: Question) -> dict[str, Callable[[Context], list[Ints]]]:
+def splits(question: Question) -> dict[str, Steps]:
     """Parts of the slots, the own block being one more, that are merged."""
     count = question.slots + question.own
     found: dict[tuple[int, ...], str] = {}
     for parts, up in product((2, 3, 4, count), (0, 1)):
         part = tuple((slot * parts + up * (parts - 1)) // count for slot in range(count))
         found.setdefault(part, f"{parts} parts of the slots, the {('first', 'last')[up]} longer")
-    parted: dict[str, Callable[[Context], list[Ints]]] = {
-        words: partial(_parts, part) for part, words in found.items() if any(part)
-    }
+    parted: dict[str, Steps] = {x: partial(_parts, part) for part, x in found.items() if any(part)}
     for (words, order), size, rest in product(ORDERS.items(), (1, 2, 4), (False, True)):
         text = f"{size} blocks and the rest" if rest else f"parts of {size} blocks"
         parted[f"{text}, {words}"] = partial(_parted, order, size, rest)
@@ -188,8 +185,7 @@ def stale(question: Question) -> Iterator[Bug]:
 
 
 def _taken(order: Order, which: stages.Which, c: Context) -> Ints:
-    """The key that is taken for each, (heads, n, m): the same of another block; m for none,
-    where that is not seen."""
+    """The key taken for each (heads, n, m), the same of another block; m for one that is unseen."""
     keys, size = c.W.shape[2], c.question.block_size
     place, count = in_walk(order, c.question, c.view)
     blocks = np.full((*place.shape[:2], int(count.max(initial=0)) + 1), -1)
