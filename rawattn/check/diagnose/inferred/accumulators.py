@@ -116,8 +116,8 @@ def _of_heads(by: Floats, step: str, c: Context) -> Floats:
     """What every query head of a sequence adds to the key/value head of a view."""
     every = contexts(c.question, "backward", c.given)
     here = [changed(x, r=c.r, o=c.o) for x in every if x.view.sequence == c.view.sequence]
-    parts: Floats = np.concatenate([STEPS[step](x) for x in here])
-    return by[c.view.head_kv, :, None, None] * parts
+    parts = np.concatenate([STEPS[step](x) for x in here])
+    return np.asarray(by[c.view.head_kv, :, None, None] * parts)
 
 
 def without_D(sample: Sample) -> Iterator[Bug]:
