@@ -192,17 +192,18 @@ def rearranged(question: Question, names: Sequence[str]) -> Iterator[Bug]:
     """Results, all of one side, in another layout, at other rows, or added up where others are."""
     stages = tuple(stage for stage in STAGES if names[0] in STAGES[stage])
     of_numbers, whose = names[0] in BY_ROW, ", ".join(names)
-    for by in [*maps.families(question, of_numbers), *maps.overrun(question)]:
-        kind = "transposed" if by.family in ("layouts", "heads") else "offsets-shifted"
-        ways = {"": Map.moved}
+    families = (by for by in maps.families(question, of_numbers) if by.family != "stored")
+    for by in [*families, *maps.overrun(question)]:
+        kind = "transposed" if by.family in ("layouts", "heads", "packed") else "offsets-shifted"
+        ways: dict[str, tuple[Map, reading.Way]] = {"": (by, Map.moved)}
         if by.family == "sequences":
-            ways = {" is stored at other rows": Map.put}
+            ways = {" is stored at other rows": (by.stored, Map.moved)}
             if not of_numbers:
-                ways[": rows of sequences that overlap in memory are added up"] = Map.shared
+                ways[": rows of sequences that overlap in memory are added up"] = by, Map.shared
         for nothing in (0.0, -np.inf) if names[0] in ("lse", "jvp lse") else (0.0,):
-            for how, way in ways.items():
+            for how, (of, way) in ways.items():
                 text = f"{whose}{how}: {by.words.replace('read', 'stored')}"
-                yield Bug(kind, text, stages, store=reading.stored(by, names, nothing, way))
+                yield Bug(kind, text, stages, store=reading.stored(of, names, nothing, way))
 
 
 def _given(question: Question, names: Iterable[str]) -> bool:

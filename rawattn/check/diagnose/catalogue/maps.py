@@ -2,7 +2,7 @@
 which one is taken for it. It knows no array but a ``Geometry``, and moves q, dk and lse alike."""
 
 import itertools
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property, lru_cache, partial
 from typing import NamedTuple
@@ -104,15 +104,10 @@ class Map:
         found = (np.where((x < 0) | (x >= n), -1, x) for x, n in places)
         return b"|".join((x[inside] if len(x) > 1 else x).tobytes() for x in found)
 
-    def put(self, g: Geometry, x: Floats, nothing: float = 0.0) -> Floats:
-        """The same array stored by a map of rows: what comes later overwrites."""
-        if x.ndim == 2:
-            return self.put(g, np.asarray(x).T[..., None], nothing)[..., 0].T
-        rows = np.broadcast_to(self.of(g).t, g.shape)[:, 0, 0]
-        there = (rows >= 0) & (rows < len(x)) & (g.everywhere.t[:, 0, 0] < g.offsets[-1])
-        found = np.full_like(x, nothing, dtype=np.float64)
-        found[rows[there]] = x[there]
-        return found
+    @property
+    def stored(self) -> "Map":
+        """The same of rows as they are stored: what comes later overwrites."""
+        return Map("stored", f"stored at other rows: {self.words}", partial(_stored, self.of))
 
     def shared(self, g: Geometry, x: Floats, nothing: float = 0.0) -> Floats:
         """What rows (tokens, heads, columns) find where a map of rows added all of them up."""
@@ -154,6 +149,7 @@ ORIGINS: dict[str, Origin] = {  # rows where they are taken to begin
     "the offset of the other side": lambda g: g.others[:-1],
     "its offset and a row": lambda g: g.offsets[:-1] + 1,
     "its offset less a row": lambda g: g.offsets[:-1] - 1,
+    "its offset and seqlen_k - seqlen_q": lambda g: g.offsets[:-1] + np.diff(g.others - g.offsets),
     "b times the longest length": lambda g: g.b * np.diff(g.offsets).max(),
     "b times the longest length of the other side": lambda g: g.b * np.diff(g.others).max(),
 }
@@ -187,6 +183,15 @@ HEADS: dict[str, Callable[[Ints, int, int], Ints]] = {  # head h of so many, a g
         h % group * (count // group) + h // group
     ),
 }
+
+
+def _stored(of: Callable[[Geometry], At], g: Geometry) -> At:
+    """Of every row the one that was stored there last."""
+    to = np.broadcast_to(of(g).t, (g.shape[0], 1, 1))[:, 0, 0]
+    there = (to >= 0) & (to < len(to)) & (g.everywhere.t[:, 0, 0] < g.offsets[-1])
+    found = np.full(len(to), -NOWHERE)
+    found[to[there]] = np.flatnonzero(there)
+    return g.everywhere._replace(t=found[:, None, None])
 
 
 def _rows(index: Callable[[Ints, int, Ints], Ints], by: int, g: Geometry) -> At:
@@ -255,25 +260,48 @@ def heads_of_keys(question: Question) -> Iterator[Map]:
         yield Map("heads of keys", "head h % num_heads_kv", by_remainder)
 
 
+PACKED: dict[str, Callable[[Ints, Ints, Row], tuple[Ints, Ints]]] = {  # row and head of a group
+    "row r of its head": lambda r, h, row: (r, h),
+    "row r % seqlen_q of its head": lambda r, h, row: (r % row.n, h),
+    "its row of head r // seqlen_q of the group": lambda r, h, row: (row.i, r // row.n),
+}
+
+
+def packed(question: Question) -> Iterator[Map]:
+    """What is taken for row r = i group + h % group, where the heads of a group are in one tile."""
+    for words, of in PACKED.items() if question.group > 1 else ():
+        yield Map("packed", f"{words}, with r = i group + h % group", partial(_packed, of))
+
+
+def _packed(of: Callable[[Ints, Ints, Row], tuple[Ints, Ints]], g: Geometry) -> At:
+    h, row = g.everywhere.h, g.row._replace(n=np.maximum(g.row.n, 1))
+    i, head = of(row.i * g.group + h % g.group, h % g.group, row)
+    return g.everywhere._replace(t=row.start + i, h=h // g.group * g.group + head)
+
+
 class Order(NamedTuple):
-    """Memory in this order of ``LETTERS``, the last one the fastest; ``each``: of one sequence
-    after the other; ``grouped``: there of one group of heads after the other."""
+    """Memory in this order of ``LETTERS``, the last one the fastest; ``each``: of one tile of so
+    many rows of a sequence after the other, 0 for none; ``grouped``: there of one group of heads
+    after the other."""
 
     letters: str
-    each: bool = False
+    each: int = 0
     grouped: bool = False
 
     def numbers(self, g: Geometry) -> Ints:
         """Where everything of an array lies in memory; -1 for what is in no sequence."""
         (t, h, j), row = g.everywhere, g.row
-        heads = g.group if self.grouped else g.shape[1]
-        sizes = {"t": row.n if self.each else g.shape[0], "h": heads, "d": g.shape[2]}
-        of = {"t": row.i if self.each else t, "h": h % heads, "d": j}
-        found, stride = row.start * g.shape[1] * g.shape[2] * self.each, np.ones_like(row.n)
+        heads, each = g.group if self.grouped else g.shape[1], self.each or NOWHERE
+        first = row.i // each * each
+        count = np.minimum(row.n - first, each) if self.each else g.shape[0]
+        sizes = {"t": count, "h": heads, "d": g.shape[2]}
+        of = {"t": row.i - first if self.each else t, "h": h % heads, "d": j}
+        start = (row.start + first) * bool(self.each)
+        found, stride = start * g.shape[1] * g.shape[2], np.ones_like(row.n)
         found = found + h // heads * heads * sizes["t"] * g.shape[2]
         for letter in reversed(self.letters):
             found, stride = found + of[letter] * stride, stride * sizes[letter]
-        return np.where(self.each & (row.i >= row.n), -1, found)
+        return np.where(bool(self.each) & (row.i >= row.n), -1, found)
 
 
 def _at(read: Order, written: Order, g: Geometry) -> At:
@@ -289,12 +317,14 @@ def _at(read: Order, written: Order, g: Geometry) -> At:
     return At(np.where(found < 0, -1, t), h, j)
 
 
-def layouts(statistics: bool, grouped: bool = False) -> Iterator[Map]:
-    """Memory of one order read in another: an array, a sequence, or, ``grouped``, a group of it."""
+def layouts(statistics: bool, grouped: Sequence[int] = ()) -> Iterator[Map]:
+    """Memory of one order read in another: an array, a sequence, or the group of heads of a tile of
+    so many rows."""
     memory, *others = ("ht", "th") if statistics else ("thd", "htd", "tdh", "dht", "dth", "hdt")
-    parts = [*map(Order, others), Order(others[0], True)] + [Order(others[0], True, True)] * grouped
-    for other in parts:
-        own, end = other._replace(letters=memory), ", every sequence" * other.each
+    parts = [*map(Order, others), Order(others[0], NOWHERE)]
+    for other in parts + [Order(others[0], tile, True) for tile in grouped]:
+        end = ", every sequence" if other.each == NOWHERE else f", every tile of {other.each} rows"
+        own, end = other._replace(letters=memory), end * bool(other.each)
         for read, written in ((other, own), (own, other)):
             orders = (", ".join(LETTERS[x] for x in of.letters) for of in (written, read))
             words = (
@@ -305,9 +335,14 @@ def layouts(statistics: bool, grouped: bool = False) -> Iterator[Map]:
 
 def families(question: Question, statistics: bool) -> list[Map]:
     """All maps of row statistics, or of what has columns, whose rows are of one product alone."""
-    inside = rows(question) if statistics else ()
-    grouped = question.group > 1 and question.num_heads_kv > 1
-    return [*layouts(statistics, grouped), *heads(question), *inside, *sequences(question)]
+    longest = max(question.lengths_q, default=0)
+    grouped = [NOWHERE] * (question.num_heads_kv > 1) + [t for t in TILES if t < longest]
+    of = [*layouts(statistics, grouped if question.group > 1 else ()), *heads(question)]
+    of_sequences = [*sequences(question)]
+    if statistics:
+        of += [*packed(question), *rows(question)]
+        of_sequences += [by.stored for by in of_sequences]
+    return [*of, *of_sequences]
 
 
 def overrun(question: Question) -> Iterator[Map]:
