@@ -19,33 +19,44 @@ from rawattn.reference.dense import allowed
 
 Ints = np.ndarray
 TAILS = {"count as its own": False, "are stored as its own, the last sequence first": True}
-# of the tiles of all steps, of one loop after the other, of a size, among so many rows: the rows
-# that every step takes, (steps, rows of a tile)
-Loops = Callable[[list[Ints], int, int], list[Ints]]
+# of the tiles of all steps, of one loop after the other, of a size, among so many rows, for tiles
+# of a size of the other side: the rows that every step takes, (steps, rows of a tile)
+Loops = Callable[[list[Ints], int, int, int], list[Ints]]
 Which = Callable[[Ints], Ints]  # of the tiles of all steps, those that are taken
-Ring = tuple[int, int, int | None]
+Ring = tuple[int, int, int | None, int]
 ALL = 1 << 30  # one tile for all of the other side; a row that is not there
 
 
-def _each(of: Which, loops: list[Ints], tile: int, _: int) -> list[Ints]:
+def _each(of: Which, loops: list[Ints], tile: int, *_: int) -> list[Ints]:
     return [of(tiles)[:, None] * tile + np.arange(tile) for tiles in loops]
 
 
-def _ring(ring: Ring, cleared: bool, loops: list[Ints], tile: int, n: int) -> list[Ints]:
-    """Tile x is loaded into stage x % stages, as far as it has rows, and read ``ahead`` of it; the
-    ``lacking`` step of a loop of several loads nothing. cleared: in front of every loop."""
-    (stages, ahead, lacking), found = ring, list[Ints]()
+def _ring(ring: Ring, cleared: bool, loops: list[Ints], tile: int, n: int, _: int) -> list[Ints]:
+    """Tile x is loaded into stage x % stages, as far as it has rows, ``early`` steps before it is
+    due, and read ``ahead`` of it; the ``lacking`` step of a loop of several loads nothing. cleared:
+    in front of every loop."""
+    (stages, ahead, lacking, early), found = ring, list[Ints]()
     held = np.full((stages, tile), ALL)
     for tiles in loops:
         held[:] = ALL if cleared else held
         taken = np.empty((len(tiles), tile), dtype=int)
-        for step, x in enumerate(tiles):
-            rows = np.arange(x * tile, min((x + 1) * tile, n))
-            if lacking is None or step != lacking % len(tiles) or len(tiles) == 1:
-                held[x % stages, : len(rows)] = rows
-            taken[step] = held[(x + ahead) % stages]
+        for step in range(-early, len(tiles)):
+            loaded = step + early
+            for x in tiles[loaded : loaded + 1]:
+                rows = np.arange(x * tile, min((x + 1) * tile, n))
+                if lacking is None or loaded != lacking % len(tiles) or len(tiles) == 1:
+                    held[x % stages] = ALL if early else held[x % stages]
+                    held[x % stages, : len(rows)] = rows
+            if step >= 0:
+                taken[step] = held[(tiles[step] + ahead) % stages]
         found.append(taken)
     return found
+
+
+def _at_others(loops: list[Ints], tile: int, _: int, other: int) -> list[Ints]:
+    """In every step the rows from where the tile of the other side begins."""
+    starts = (np.full((len(tiles), 1), n * other) for n, tiles in enumerate(loops))
+    return [start + np.arange(tile) for start in starts]
 
 
 LOOPS: dict[str, Which] = {
@@ -58,15 +69,22 @@ LOOPS: dict[str, Which] = {
         tiles - tiles.min(initial=tiles.max(initial=0))
     ),
 }
-RINGS: dict[str, Ring] = {  # stages, how far ahead they are read, which step is not loaded
-    "of a ring of 2 stages into which the first tile of a loop is not loaded": (2, 0, 0),
-    "of a ring of 2 stages into which the last tile of a loop is not loaded": (2, 0, -1),
-    "of a ring of 2 stages read 1 ahead": (2, 1, None),
-    "of a ring of 3 stages read 1 ahead": (3, 1, None),
+RINGS: dict[str, Ring] = {  # stages, how far ahead they are read, which step is not loaded, early
+    "of a ring of 2 stages into which the first tile of a loop is not loaded": (2, 0, 0, 0),
+    "of a ring of 2 stages into which the last tile of a loop is not loaded": (2, 0, -1, 0),
+    "of a ring of 2 stages read 1 ahead": (2, 1, None, 0),
+    "of a ring of 3 stages read 1 ahead": (3, 1, None, 0),
+    "of the other one of 2 stages, that of the next step or, in the last one, of the one before": (
+        2,
+        1,
+        None,
+        1,
+    ),
 }
 EVERY: dict[str, Loops] = {text: partial(_each, of) for text, of in LOOPS.items()}
 EVERY |= {f"{text}, cleared by each loop,": partial(_ring, of, True) for text, of in RINGS.items()}
 GO_ON: dict[str, Loops] = {f"{text},": partial(_ring, of, False) for text, of in RINGS.items()}
+GO_ON["from the first row of the other side's tile on, in every step"] = _at_others
 READS = {  # steps, each with an operand, that take the rows of one buffer; of dq, gq where alone
     "forward": "Y K; O V; Y K, O V",
     "dq": "dQ K; Y K, dQ K; Y K; dP V; Y K, dQ K, dP V",
@@ -193,7 +211,9 @@ def _loop(
     row, found = np.arange(seen.shape[1]), list[tuple[Ints, Ints]]()
     outers = np.split(np.arange(len(seen)), range(outer, len(seen), outer))
     loops = [np.unique(row[seen[of].any(axis=0)] // tile)[:: -1 if down else 1] for of in outers]
-    for here, tiles, of_steps in zip(outers, loops, which(loops, tile, len(row)), strict=True):
+    for here, tiles, of_steps in zip(
+        outers, loops, which(loops, tile, len(row), outer), strict=True
+    ):
         by_tile = np.full((len(row) // tile + 1, tile), -1)
         by_tile[tiles] = of_steps
         rows = by_tile.ravel()[: len(row)]

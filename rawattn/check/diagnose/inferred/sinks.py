@@ -28,6 +28,9 @@ def said(question: Question, stage: str, given: Passed, found: Floats, allowed: 
             if np.abs(y - found).max() <= allowed:
                 text = f"the sum of {term} over {of}{sign}"
                 like[text] = changes + (of != ALL) + (sign != "")
+    for term, x in _elsewhere(question, given, stage).items():
+        if np.abs(x.sum(axis=1) + found).max() <= allowed:
+            like[f"the sum of {term}"] = 1
     best = [text for text in like if like[text] == min(like.values())]
     return f"it is {' or '.join(best[:2])}" if best else ""
 
@@ -60,6 +63,29 @@ def _terms(question: Question, given: Passed, stage: str) -> dict[str, tuple[Flo
     for n, x in parts.items():
         bare = weights[ITS] * (whole - x) + x
         found[f"{ITS} {first}, but {n} without {ITS},"] = bare * inside, 1
+    return found
+
+
+def _elsewhere(question: Question, given: Passed, stage: str) -> dict[str, Floats]:
+    """exp(sink - lse) D of rows, or a part of it, as other places have it."""
+    if stage != "backward":
+        return {}
+    parts = {"lse": dead_to_inf(np, np.asarray(given[1], dtype=np.float64))}
+    parts |= {"D": deltas(question, Same(given)), "sink": np.zeros_like(parts["lse"])}
+    parts["sink"] += np.asarray(question.sinks, dtype=np.float64)[:, None]
+    inside, g = question.sequence_of("q") >= 0, maps.geometry(question, "lse")
+
+    def term(sink: Floats, lse: Floats, D: Floats) -> Floats:
+        with np.errstate(over="ignore"):
+            return np.where(inside, np.exp(sink - lse) * D, 0.0)
+
+    found = {}
+    for by in maps.families(question, True):
+        text = f"{ITS} D over {ALL}"
+        found[f"{text}, summed as other rows: {by.words}"] = by.moved(g, term(**parts))
+        for name, x in parts.items():
+            moved = parts | {name: by.moved(g, x)}
+            found[f"{text}, with the {name} of other rows: {by.words}"] = term(**moved)
     return found
 
 
