@@ -107,7 +107,8 @@ class Map:
     @property
     def stored(self) -> "Map":
         """The same of rows as they are stored: what comes later overwrites."""
-        return Map("stored", f"stored at other rows: {self.words}", partial(_stored, self.of))
+        words = f"what is stored at {self.words}, at its own offset"
+        return Map("stored", words, partial(_stored, self.of))
 
     def shared(self, g: Geometry, x: Floats, nothing: float = 0.0) -> Floats:
         """What rows (tokens, heads, columns) find where a map of rows added all of them up."""
