@@ -11,6 +11,7 @@ from rawattn.check.diagnose.engine.steps import LOG2_E, STEPS, Context
 from rawattn.check.diagnose.evidence.places import Array, Places, Right, log_sum, places_of
 from rawattn.check.diagnose.evidence.rules import Rule, Span
 from rawattn.check.diagnose.read.contexts import of_view
+from rawattn.check.diagnose.read.elsewhere import map_of
 from rawattn.check.diagnose.read.fields import by_head, number, sum_in_words, sums_of
 from rawattn.check.diagnose.read.probe import Weights
 from rawattn.check.diagnose.read.said import Said, logs_of, noise_of, seen_of
@@ -19,6 +20,7 @@ from rawattn.reference.dense import dead_to_inf
 
 FEW = 0.3  # of rows
 ROUNDED = 8e-3  # off by less: sums or weights in 16 bits may be
+TELLING = 0.1  # noise of the logarithm of what is in a row sum, at most, where it tells something
 PARTS: dict[str, Callable[[Array, Array], Array]] = {  # of L or sinks, and the row's maximum
     "the right lse": lambda L, top: L,
     "sink": lambda sink, top: sink + np.zeros_like(top),
@@ -159,16 +161,26 @@ def _say_sink(said: Said, x: _Rows, sinks: Array, due: Array) -> bool:
     """Whether they have exp of a sum of sink and row's maximum; due: logarithms without sinks."""
     more, top = np.exp(x.total) - np.exp(due), x.top
     known = x.known & (more > 0)
-    wanted = np.log(more[known])
-    size = (x.noise * np.exp(x.total) / np.where(known, more, 1.0))[known] + 1e-9
-    basis = {name: PARTS[name](sinks, top)[known] / size for name in ("sink", "row_max", "")}
-    factors = next(sums_of(basis, wanted / size, len(basis)), None) if known.any() else None
-    if factors is None:
+    held = np.log(np.where(known, more, 1.0))
+    size = np.where(known, x.noise * np.exp(x.total) / np.where(known, more, 1.0) + 1e-9, 1.0)
+    basis = {name: (PARTS[name](sinks, top) / size)[known] for name in ("sink", "row_max", "")}
+    wanted, told = (held / size)[known], np.where(known & (size < TELLING), held, np.nan)
+    factors = next(sums_of(basis, wanted, len(basis)), None) if known.any() else None
+    if factors is not None:
+        text = f"exp({sum_in_words(factors)}), in place of exp(sink)"
+        said.steps |= options.with_sink(partial(_sink, factors))
+    elif by := map_of(x.places.question, [np.broadcast_to(sinks, top.shape)], told, size):
+        text = f"the sink of other rows and heads: {by.words}"
+        said.steps |= options.with_sink(partial(_moved_sink, by))
+    else:
         return False
-    text = f"the row sums have exp({sum_in_words(factors)}), in place of exp(sink)"
-    said.say(text, "sinks-misplaced")
-    said.steps |= options.with_sink(partial(_sink, factors))
+    said.say(f"the row sums have {text}", "sinks-misplaced")
     return True
+
+
+def _moved_sink(by: maps.Map, c: Context) -> Array:
+    sinks = np.asarray(c.question.sinks, dtype=np.float64)[:, None] + np.zeros(len(c.question.q))
+    return by.moved(maps.geometry(c.question, "lse"), sinks)[np.ix_(c.view.heads, c.view.rows)]
 
 
 def _say_keys(said: Said, x: _Rows, second: Callable[[], Weights]) -> bool:
@@ -223,7 +235,6 @@ def _over(rule: Rule, of: Callable[[Places], Array], c: Context) -> tuple[Array,
 def _say_mass(said: Said, x: _Rows, due: Array) -> None:
     """What is in the row sums beside the keys that are seen; due: the logarithms without it."""
     ratio, mass = (x.total - due)[x.known], np.exp(x.total) - np.exp(due)
-    families = maps.families(x.places.question, True)
     if np.ptp(ratio) < 8 * x.noise:
         mean = number(float(np.exp(-ratio.mean())))
         said.say(f"the weights of a row sum to {mean}, not 1", "")
@@ -231,7 +242,7 @@ def _say_mass(said: Said, x: _Rows, due: Array) -> None:
         text = f"the row sums have those of the same row of all tiles of {tile} queries before too"
         said.say(text, "accumulator-not-reset")
         said.steps["softmax"] = partial(_over_others, partial(_with_before, tile))
-    elif by := next((one for one in families if x.fit(_moved(one, x.places, due))), None):
+    elif by := map_of(x.places.question, [due], np.where(x.known, x.total, np.nan), x.noise):
         said.say(f"the row sums are those of other rows: {by.words}", "statistics-misplaced")
         said.steps["softmax"] = partial(_over_others, partial(_moved, by))
     elif x.sinks is not None and (often := _often(x, mass / np.exp(x.sinks))):
