@@ -30,6 +30,7 @@ TERMS: dict[str, Callable[[Array, Array, Array], Array]] = {  # of P, dP and D
     "P^2 dP": lambda P, dP, D: P * P * dP,
     "P": lambda P, dP, D: P,
 }
+POWERS = {"({} without the softcap's slope)": 0, "({} with the softcap's slope twice)": 2}
 SLOPES: dict[str, Callable[[Array], Array]] = {  # of t = tanh, the capped score over the cap
     **{"": np.ones_like, "t": lambda t: t, "t^2": lambda t: t**2, "t^4": lambda t: t**4},
     "tanh(t)^2": lambda t: np.tanh(t) ** 2,
@@ -69,18 +70,29 @@ def of_pairs(c: Context, Z: Array) -> Array:
 
 def _of_terms(factors: Mapping[str, float], c: Context) -> Array:
     """dY of a sum of these."""
-    total = (x * TERMS[name](c.P, c.dP, c.D[..., None]) for name, x in factors.items())
-    return of_pairs(c, np.sum([*total], axis=0))
+    terms = _terms(c.P, c.dP, c.D[..., None], c.G * c.cap[1], c.question.softcap is not None)
+    return np.where(c.W > 0, np.sum([x * terms[n] for n, x in factors.items()], axis=0), 0.0)
+
+
+def _terms(P: Array, dP: Array, D: Array, slope: Array, capped: bool) -> dict[str, Array]:
+    """TERMS with the slope as it must be; of a softcap P dP and P D with other powers of it too."""
+    found = {name: slope * of(P, dP, D) for name, of in TERMS.items()}
+    for (how, power), name in product(POWERS.items(), ("P dP", "P D") if capped else ()):
+        found[how.format(name)] = slope**power * TERMS[name](P, dP, D)
+    return found
 
 
 def _sums(part: Part) -> Iterator[Change]:
     """A sum of few of TERMS, with any factors."""
     slopes, there = part.slopes, part.known
     size = np.where(there, part.P * np.abs(slopes.dP - slopes.D), 1.0)[there] * part.noise
-    found = ((name, of(part.P, slopes.dP, slopes.D)) for name, of in TERMS.items())
-    basis = {name: (slopes.slope * x)[there] / size for name, x in found}
+    capped = part.places.question.softcap is not None
+    found = _terms(part.P, slopes.dP, slopes.D, slopes.slope, capped)
+    basis = {name: x[there] / size for name, x in found.items()}
     for factors in sums_of(basis, slopes.dS[there] / size, MOST):
         text, name = _in_words(factors)
+        if all("slope" in term for term in factors):
+            continue  # _slopes tells it
         yield Change([text], name, partial(_of_terms, factors), whole=True)
 
 
@@ -89,6 +101,8 @@ def _in_words(factors: Mapping[str, float]) -> tuple[str, str]:
     if factors == {"P dP": 1}:
         return "lacks the row term D: it is P dP", "delta-omitted"
     name = "arguments-swapped" if factors == {"P": 1} else "unknown"
+    if any("slope" in term for term in factors):
+        return f"is {sum_in_words(factors)}, not slope (P dP - P D)", "softcap-slope-omitted"
     if factors.keys() == {"P dP", "P D"}:
         name = ANOTHER if factors["P dP"] == 1 else "constant-factor"
     elif factors.keys() <= {"P dP", "P D", "dP", "D"}:
