@@ -145,9 +145,10 @@ OTHERS: dict[str, Origin] = {
     "this sequence, empty ones not counted": lambda g: _full_before(g.offsets),
     "this sequence, empty ones of the other side not counted": lambda g: _full_before(g.others),
 }
+OTHER_SIDE = "the offset of the other side"
 ORIGINS: dict[str, Origin] = {  # rows where they are taken to begin
     "without the offset of the sequence": lambda g: 0 * g.b,
-    "the offset of the other side": lambda g: g.others[:-1],
+    OTHER_SIDE: lambda g: g.others[:-1],
     "its offset and a row": lambda g: g.offsets[:-1] + 1,
     "its offset less a row": lambda g: g.offsets[:-1] - 1,
     "its offset and seqlen_k - seqlen_q": lambda g: g.offsets[:-1] + np.diff(g.others - g.offsets),
@@ -203,6 +204,10 @@ def _from(origin: Origin, g: Geometry) -> At:
     return g.everywhere._replace(t=origin(g)[g.row.b] + g.row.i)
 
 
+def _clamped(origin: Origin, g: Geometry) -> At:
+    return g.everywhere._replace(t=np.minimum(_from(origin, g).t, g.shape[0] - 1))
+
+
 def _heads(head: Callable[[Ints, int, int], Ints], g: Geometry) -> At:
     return g.everywhere._replace(h=head(g.everywhere.h, g.shape[1], g.group))
 
@@ -229,6 +234,9 @@ def sequences(question: Question) -> Iterator[Map]:
     for words, origin in found.items():
         if any((origin(g) != g.offsets[:-1]).any() for g in sides):
             yield Map("sequences", words, partial(_from, origin))
+            if words == OTHER_SIDE:
+                text = f"{words}, the last row of all past the end"
+                yield Map("sequences", text, partial(_clamped, origin))
 
 
 def _of_others(other: Origin, g: Geometry) -> Ints:
