@@ -269,43 +269,52 @@ def heads_of_keys(question: Question) -> Iterator[Map]:
         yield Map("heads of keys", "head h % num_heads_kv", by_remainder)
 
 
-PACKED: dict[str, Callable[[Ints, Ints, Row], tuple[Ints, Ints]]] = {  # row and head of a group
-    "row r of its head": lambda r, h, row: (r, h),
-    "row r % seqlen_q of its head": lambda r, h, row: (r % row.n, h),
-    "its row of head r // seqlen_q of the group": lambda r, h, row: (row.i, r // row.n),
+PACKED: dict[str, Callable[[Ints, Ints, Ints, Ints], tuple[Ints, Ints]]] = {  # row and head
+    "row r of its head": lambda r, i, h, n: (r, h),
+    "row r % n of its head": lambda r, i, h, n: (r % n, h),
+    "its row of head r // n of the group": lambda r, i, h, n: (i, r // n),
 }
 
 
-def packed(question: Question) -> Iterator[Map]:
-    """What is taken for row r = i group + h % group, where the heads of a group are in one tile."""
-    for words, of in PACKED.items() if question.group > 1 else ():
-        yield Map("packed", f"{words}, with r = i group + h % group", partial(_packed, of))
+def packed(tiles: Sequence[int]) -> Iterator[Map]:
+    """What is taken for row r = i group + h % group, where the heads of a group are in one tile of
+    so many queries."""
+    for (words, of), tile in itertools.product(PACKED.items(), tiles):
+        where = "n = seqlen_q" if tile == NOWHERE else f"i and n those of a tile of {tile}"
+        text = f"{words}, with r = i group + h % group, {where}"
+        yield Map("packed", text, partial(_packed, of, tile))
 
 
-def _packed(of: Callable[[Ints, Ints, Row], tuple[Ints, Ints]], g: Geometry) -> At:
-    h, row = g.everywhere.h, g.row._replace(n=np.maximum(g.row.n, 1))
-    i, head = of(row.i * g.group + h % g.group, h % g.group, row)
-    return g.everywhere._replace(t=row.start + i, h=h // g.group * g.group + head)
+def _packed(
+    of: Callable[[Ints, Ints, Ints, Ints], tuple[Ints, Ints]], tile: int, g: Geometry
+) -> At:
+    row, h, first = g.row, g.everywhere.h % g.group, g.row.i // tile * tile
+    i, n = row.i - first, np.clip(row.n - first, 1, tile)
+    other, head = of(i * g.group + h, i, h, n)
+    return g.everywhere._replace(t=row.start + first + other, h=g.everywhere.h - h + head)
 
 
 class Order(NamedTuple):
     """Memory in this order of ``LETTERS``, the last one the fastest; ``each``: of one tile of so
     many rows of a sequence after the other, 0 for none; ``grouped``: there of one group of heads
-    after the other."""
+    after the other; ``padded``: partial tiles are as long as the others."""
 
     letters: str
     each: int = 0
     grouped: bool = False
+    padded: bool = False
 
     def numbers(self, g: Geometry) -> Ints:
         """Where everything of an array lies in memory; -1 for what is in no sequence."""
         (t, h, j), row = g.everywhere, g.row
         heads, each = g.group if self.grouped else g.shape[1], self.each or NOWHERE
         first = row.i // each * each
-        count = np.minimum(row.n - first, each) if self.each else g.shape[0]
+        in_tile = np.minimum(row.n - first, each) if not self.padded else each
+        count = in_tile if self.each else g.shape[0]
         sizes = {"t": count, "h": heads, "d": g.shape[2]}
         of = {"t": row.i - first if self.each else t, "h": h % heads, "d": j}
-        start = (row.start + first) * bool(self.each)
+        start = (row.start // each + row.b) * each if self.padded else row.start
+        start = (start + first) * bool(self.each)
         found, stride = start * g.shape[1] * g.shape[2], np.ones_like(row.n)
         found = found + h // heads * heads * sizes["t"] * g.shape[2]
         for letter in reversed(self.letters):
@@ -331,8 +340,11 @@ def layouts(statistics: bool, grouped: Sequence[int] = ()) -> Iterator[Map]:
     so many rows."""
     memory, *others = ("ht", "th") if statistics else ("thd", "htd", "tdh", "dht", "dth", "hdt")
     parts = [*map(Order, others), Order(others[0], NOWHERE)]
-    for other in parts + [Order(others[0], tile, True) for tile in grouped]:
+    parts += [Order(others[0], tile, True) for tile in grouped]
+    tiles = [tile for tile in grouped if tile < NOWHERE and statistics]
+    for other in parts + [Order(others[0], tile, True, True) for tile in tiles]:
         end = ", every sequence" if other.each == NOWHERE else f", every tile of {other.each} rows"
+        end += ", partial ones padded" * other.padded
         own, end = other._replace(letters=memory), end * bool(other.each)
         for read, written in ((other, own), (own, other)):
             orders = (", ".join(LETTERS[x] for x in of.letters) for of in (written, read))
@@ -345,11 +357,11 @@ def layouts(statistics: bool, grouped: Sequence[int] = ()) -> Iterator[Map]:
 def families(question: Question, statistics: bool) -> list[Map]:
     """All maps of row statistics, or of what has columns, whose rows are of one product alone."""
     longest = max(question.lengths_q, default=0)
-    grouped = [NOWHERE] * (question.num_heads_kv > 1) + [t for t in TILES if t < longest]
-    of = [*layouts(statistics, grouped if question.group > 1 else ()), *heads(question)]
+    tiles = [NOWHERE, *(t for t in TILES if t < longest)] if question.group > 1 else []
+    of = [*layouts(statistics, tiles[question.num_heads_kv == 1 :]), *heads(question)]
     of_sequences = [*sequences(question)]
     if statistics:
-        of += [*packed(question), *rows(question)]
+        of += [*packed(tiles), *rows(question)]
         of_sequences += [by.stored for by in of_sequences]
     return [*of, *of_sequences]
 

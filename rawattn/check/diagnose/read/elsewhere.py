@@ -6,7 +6,7 @@ from typing import Any
 import numpy as np
 
 from rawattn.check.diagnose.catalogue import maps
-from rawattn.check.diagnose.catalogue.reading import of_view, whole
+from rawattn.check.diagnose.catalogue.reading import array_of, of_view
 from rawattn.check.diagnose.engine.question import Question
 from rawattn.check.diagnose.engine.steps import STEPS, Context, changed
 from rawattn.check.diagnose.evidence.places import Array
@@ -22,13 +22,14 @@ def map_of(
     held: Array,
     near: Array | float,
     ats: Iterable[Any] = (...,),
-) -> maps.Map | None:
+) -> tuple[maps.Map, float] | None:
     """By which map rows (num_heads_q, total_q) hold the ``right`` numbers of others, up to
-    ``near``; NaN is not known. ats: which rows are those of each of several ``right`` ones."""
+    ``near``, and what they hold where it has none; NaN is not known. ats: which rows each of
+    several ``right`` ones tells of."""
     told, g, calls = (
         ~np.isnan(held),
         maps.geometry(question, "lse"),
-        [*zip(right, ats, strict=True)],
+        list(zip(right, ats, strict=True)),
     )
     for by in maps.families(question, True) if told.any() else ():
         due = np.full_like(held, np.nan)
@@ -38,11 +39,12 @@ def map_of(
         with np.errstate(invalid="ignore"):
             same = (due == held) | (np.abs(due - held) <= near)
         if same[known].all() and known.sum() > (1 - FEW) * told.sum():
-            return by
+            left = held[told & ~known]
+            return by, float(np.median(left)) if left.size else 0.0
     return None
 
 
-def map_of_lse(read: Weights) -> maps.Map | None:
+def map_of_lse(read: Weights) -> tuple[maps.Map, float] | None:
     """The same of the lse that a backward pass takes, where nothing else is wrong with P."""
     (seen, alive), rights = seen_of(read), read.places.rights
     noise = 3 * noise_of(read.places)
@@ -64,7 +66,7 @@ def map_of_lse(read: Weights) -> maps.Map | None:
     return map_of(read.places.question, right, held, noise, [at for _, at in read.calls])
 
 
-def with_lse(by: maps.Map, c: Context) -> Array:
+def with_lse(by: maps.Map, nothing: float, c: Context) -> Array:
     """P with an lse by a map."""
-    L = of_view(c, "lse", whole(c.question, c.given, "lse", "lse", by))
-    return np.asarray(STEPS["bP"](changed(c, L=L)))
+    L = by.moved(maps.geometry(c.question, "lse"), array_of(c.question, c.given, "lse"), nothing)
+    return np.asarray(STEPS["bP"](changed(c, L=of_view(c, "lse", L))))

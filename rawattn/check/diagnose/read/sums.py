@@ -169,9 +169,9 @@ def _say_sink(said: Said, x: _Rows, sinks: Array, due: Array) -> bool:
     if factors is not None:
         text = f"exp({sum_in_words(factors)}), in place of exp(sink)"
         said.steps |= options.with_sink(partial(_sink, factors))
-    elif by := map_of(x.places.question, [np.broadcast_to(sinks, top.shape)], told, size):
-        text = f"the sink of other rows and heads: {by.words}"
-        said.steps |= options.with_sink(partial(_moved_sink, by))
+    elif moved := map_of(x.places.question, [np.broadcast_to(sinks, top.shape)], told, size):
+        text = f"the sink of other rows and heads: {moved[0].words}"
+        said.steps |= options.with_sink(partial(_moved_sink, moved[0]))
     else:
         return False
     said.say(f"the row sums have {text}", "sinks-misplaced")
@@ -242,9 +242,9 @@ def _say_mass(said: Said, x: _Rows, due: Array) -> None:
         text = f"the row sums have those of the same row of all tiles of {tile} queries before too"
         said.say(text, "accumulator-not-reset")
         said.steps["softmax"] = partial(_over_others, partial(_with_before, tile))
-    elif by := map_of(x.places.question, [due], np.where(x.known, x.total, np.nan), x.noise):
-        said.say(f"the row sums are those of other rows: {by.words}", "statistics-misplaced")
-        said.steps["softmax"] = partial(_over_others, partial(_moved, by))
+    elif moved := map_of(x.places.question, [due], np.where(x.known, x.total, np.nan), x.noise):
+        said.say(f"the row sums are those of other rows: {moved[0].words}", "statistics-misplaced")
+        said.steps["softmax"] = partial(_over_others, partial(_moved, moved[0]))
     elif x.sinks is not None and (often := _often(x, mass / np.exp(x.sinks))):
         said.say(f"the row sums have exp(sink) {often} too often", "denominator")
     elif _say_more(said, x, mass):

@@ -43,12 +43,14 @@ def _of_backward(read: Backward) -> Iterator[Table]:
     rights, L = w.places.rights, w.right.lse[..., None]
     with np.errstate(divide="ignore", invalid="ignore", over="ignore"):
         free = _weights(w.right.S, L, True)
-        P = Table("P of dv", w.P, free * rights, "q", "j", noise, SMALL, free)
+        P = Table("P of dv", w.P, np.where(rights, free, 0.0), "q", "j", noise, SMALL, free)
         held = np.where(rights & (w.P > 0), w.right.S - np.log(w.P), np.nan)
         yield _by_rows("the lse that P of dv has", held, L, P)
         for name, of in read.slopes.items():
             free = _weights(of.S, of.L, True) * of.Z
-            dS = Table(f"dS of {name}", of.dS, free * rights, "q", "j", noise, free=free)
+            dS = Table(
+                f"dS of {name}", of.dS, np.where(rights, free, 0.0), "q", "j", noise, free=free
+            )
             weights = of.slope * _weights(of.S, of.L, rights)
             held = np.where(weights > SMALL, of.dP - of.dS / weights, np.nan)
             yield _by_rows(f"the D that dS of {name} has", held, of.D, dS)

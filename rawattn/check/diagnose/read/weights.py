@@ -32,10 +32,10 @@ def said_of(read: Weights, second: Callable[[], Weights], support: Support | Non
         said.wrong.append(f"rows are NaN: {', '.join(where(places.question, 'out', ~alive.T))}")
     alive = alive & read.telling
     due = seen & places.rights & alive[..., None]
-    if read.passed and (by := elsewhere.map_of_lse(read)) is not None:
+    if read.passed and (moved := elsewhere.map_of_lse(read)) is not None:
         said.right += ["scores and softmax_scale", "who sees whom"]
-        said.say(f"lse is that of other rows: {by.words}", "statistics-misplaced")
-        said.steps["bP"] = partial(elsewhere.with_lse, by)
+        said.say(f"lse is that of other rows: {moved[0].words}", "statistics-misplaced")
+        said.steps["bP"] = partial(elsewhere.with_lse, *moved)
         said.support = replace(said.support, seen=places.rights)
         return said
     x = Field(logs_of(read, seen) - read.right.S, due, True, noise_of(places))
