@@ -198,7 +198,7 @@ def rearranged(question: Question, names: Sequence[str]) -> Iterator[Bug]:
     of_numbers, whose = names[0] in BY_ROW, ", ".join(names)
     families = (by for by in maps.families(question, of_numbers) if by.family != "stored")
     for by in [*families, *maps.overrun(question)]:
-        kind = "transposed" if by.family in ("layouts", "heads", "packed") else "offsets-shifted"
+        kind = "transposed" if by.family in ("layouts", "heads") else "offsets-shifted"
         ways: dict[str, tuple[Map, reading.Way]] = {"": (by, Map.moved)}
         if by.family == "sequences":
             ways = {" is stored at other rows": (by.stored, Map.moved)}

@@ -2,7 +2,7 @@
 which one is taken for it. It knows no array but a ``Geometry``, and moves q, dk and lse alike."""
 
 import itertools
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import cached_property, lru_cache, partial
 from typing import NamedTuple
@@ -145,10 +145,9 @@ OTHERS: dict[str, Origin] = {
     "this sequence, empty ones not counted": lambda g: _full_before(g.offsets),
     "this sequence, empty ones of the other side not counted": lambda g: _full_before(g.others),
 }
-OTHER_SIDE = "the offset of the other side"
 ORIGINS: dict[str, Origin] = {  # rows where they are taken to begin
     "without the offset of the sequence": lambda g: 0 * g.b,
-    OTHER_SIDE: lambda g: g.others[:-1],
+    "the offset of the other side": lambda g: g.others[:-1],
     "its offset and a row": lambda g: g.offsets[:-1] + 1,
     "its offset less a row": lambda g: g.offsets[:-1] - 1,
     "its offset and seqlen_k - seqlen_q": lambda g: g.offsets[:-1] + np.diff(g.others - g.offsets),
@@ -204,8 +203,8 @@ def _from(origin: Origin, g: Geometry) -> At:
     return g.everywhere._replace(t=origin(g)[g.row.b] + g.row.i)
 
 
-def _clamped(origin: Origin, g: Geometry) -> At:
-    return g.everywhere._replace(t=np.minimum(_from(origin, g).t, g.shape[0] - 1))
+def _clamped(g: Geometry) -> At:
+    return g.everywhere._replace(t=np.minimum(g.others[g.row.b] + g.row.i, g.shape[0] - 1))
 
 
 def _heads(head: Callable[[Ints, int, int], Ints], g: Geometry) -> At:
@@ -234,9 +233,8 @@ def sequences(question: Question) -> Iterator[Map]:
     for words, origin in found.items():
         if any((origin(g) != g.offsets[:-1]).any() for g in sides):
             yield Map("sequences", words, partial(_from, origin))
-            if words == OTHER_SIDE:
-                text = f"{words}, the last row of all past the end"
-                yield Map("sequences", text, partial(_clamped, origin))
+    if any((g.others != g.offsets).any() for g in sides):
+        yield Map("sequences", "the offset of the other side, the last row past the end", _clamped)
 
 
 def _of_others(other: Origin, g: Geometry) -> Ints:
@@ -269,57 +267,22 @@ def heads_of_keys(question: Question) -> Iterator[Map]:
         yield Map("heads of keys", "head h % num_heads_kv", by_remainder)
 
 
-PACKED: dict[str, Callable[[Ints, Ints, Ints, Ints], tuple[Ints, Ints]]] = {  # row and head
-    "row r of its head": lambda r, i, h, n: (r, h),
-    "row r % n of its head": lambda r, i, h, n: (r % n, h),
-    "its row of head r // n of the group": lambda r, i, h, n: (i, r // n),
-}
-
-
-def packed(tiles: Sequence[int]) -> Iterator[Map]:
-    """What is taken for row r = i group + h % group, where the heads of a group are in one tile of
-    so many queries."""
-    for (words, of), tile in itertools.product(PACKED.items(), tiles):
-        where = "n = seqlen_q" if tile == NOWHERE else f"i and n those of a tile of {tile}"
-        text = f"{words}, with r = i group + h % group, {where}"
-        yield Map("packed", text, partial(_packed, of, tile))
-
-
-def _packed(
-    of: Callable[[Ints, Ints, Ints, Ints], tuple[Ints, Ints]], tile: int, g: Geometry
-) -> At:
-    row, h, first = g.row, g.everywhere.h % g.group, g.row.i // tile * tile
-    i, n = row.i - first, np.clip(row.n - first, 1, tile)
-    other, head = of(i * g.group + h, i, h, n)
-    return g.everywhere._replace(t=row.start + first + other, h=g.everywhere.h - h + head)
-
-
 class Order(NamedTuple):
-    """Memory in this order of ``LETTERS``, the last one the fastest; ``each``: of one tile of so
-    many rows of a sequence after the other, 0 for none; ``grouped``: there of one group of heads
-    after the other; ``padded``: partial tiles are as long as the others."""
+    """Memory in this order of ``LETTERS``, the last one the fastest; ``each``: of one sequence
+    after the other."""
 
     letters: str
-    each: int = 0
-    grouped: bool = False
-    padded: bool = False
+    each: bool = False
 
     def numbers(self, g: Geometry) -> Ints:
         """Where everything of an array lies in memory; -1 for what is in no sequence."""
         (t, h, j), row = g.everywhere, g.row
-        heads, each = g.group if self.grouped else g.shape[1], self.each or NOWHERE
-        first = row.i // each * each
-        in_tile = np.minimum(row.n - first, each) if not self.padded else each
-        count = in_tile if self.each else g.shape[0]
-        sizes = {"t": count, "h": heads, "d": g.shape[2]}
-        of = {"t": row.i - first if self.each else t, "h": h % heads, "d": j}
-        start = (row.start // each + row.b) * each if self.padded else row.start
-        start = (start + first) * bool(self.each)
-        found, stride = start * g.shape[1] * g.shape[2], np.ones_like(row.n)
-        found = found + h // heads * heads * sizes["t"] * g.shape[2]
+        sizes = {"t": row.n if self.each else g.shape[0], "h": g.shape[1], "d": g.shape[2]}
+        of = {"t": row.i if self.each else t, "h": h, "d": j}
+        found, stride = row.start * g.shape[1] * g.shape[2] * self.each, np.ones_like(row.n)
         for letter in reversed(self.letters):
             found, stride = found + of[letter] * stride, stride * sizes[letter]
-        return np.where(bool(self.each) & (row.i >= row.n), -1, found)
+        return np.where(self.each & (row.i >= row.n), -1, found)
 
 
 def _at(read: Order, written: Order, g: Geometry) -> At:
@@ -335,35 +298,54 @@ def _at(read: Order, written: Order, g: Geometry) -> At:
     return At(np.where(found < 0, -1, t), h, j)
 
 
-def layouts(statistics: bool, grouped: Sequence[int] = ()) -> Iterator[Map]:
-    """Memory of one order read in another: an array, a sequence, or the group of heads of a tile of
-    so many rows."""
+def layouts(statistics: bool) -> Iterator[Map]:
+    """Memory of one order read in another: an array, or a sequence."""
     memory, *others = ("ht", "th") if statistics else ("thd", "htd", "tdh", "dht", "dth", "hdt")
-    parts = [*map(Order, others), Order(others[0], NOWHERE)]
-    parts += [Order(others[0], tile, True) for tile in grouped]
-    tiles = [tile for tile in grouped if tile < NOWHERE and statistics]
-    for other in parts + [Order(others[0], tile, True, True) for tile in tiles]:
-        end = ", every sequence" if other.each == NOWHERE else f", every tile of {other.each} rows"
-        end += ", partial ones padded" * other.padded
-        own, end = other._replace(letters=memory), end * bool(other.each)
+    for other in [*map(Order, others), Order(others[0], True)]:
+        own, end = other._replace(letters=memory), ", every sequence" * other.each
         for read, written in ((other, own), (own, other)):
             orders = (", ".join(LETTERS[x] for x in of.letters) for of in (written, read))
-            words = (
-                "({}) read as ({})".format(*orders) + end + " and group of heads" * other.grouped
+            yield Map(
+                "layouts", "({}) read as ({})".format(*orders) + end, partial(_at, read, written)
             )
-            yield Map("layouts", words, partial(_at, read, written))
+
+
+Packed = Callable[[Ints, Ints, Ints | int, int], tuple[Ints, Ints]]
+PACKED: dict[str, Packed] = {  # row and head that are taken for row i of n and head h of a group
+    "(heads, tokens) read as (tokens, heads)": lambda i, h, n, g: divmod(i * g + h, n)[::-1],
+    "(tokens, heads) read as (heads, tokens)": lambda i, h, n, g: divmod(h * n + i, g),
+    "row i group + h % group of its head": lambda i, h, n, g: (i * g + h, h),
+    "row (i group + h % group) % n of its head": lambda i, h, n, g: ((i * g + h) % n, h),
+    "its row of head (i group + h % group) // n": lambda i, h, n, g: (i, (i * g + h) // n),
+}
+
+
+def packed(question: Question, statistics: bool) -> Iterator[Map]:
+    """Rows of the heads of a group, which lie in one tile, in another order."""
+    parts = {"sequence": (NOWHERE, False)}
+    for t in (t for t in TILES if t < max(question.lengths_q, default=0)):
+        parts[f"tile of {t} rows"] = t, False
+        parts |= {f"tile of {t} rows, the last one padded,": (t, True)} if statistics else {}
+    forms = itertools.product([*PACKED][: None if statistics else 2], parts.items())
+    for words, (where, part) in forms if question.group > 1 else ():
+        text = f"{words}, every {where} and group of heads"
+        yield Map("layouts", text, partial(_packed, PACKED[words], *part))
+
+
+def _packed(of: Packed, tile: int, padded: bool, g: Geometry) -> At:
+    first, h = g.row.i // tile * tile, g.everywhere.h % g.group
+    count = np.clip(g.row.n - first, 1, tile)
+    i, head = of(g.row.i - first, h, tile if padded else count, g.group)
+    rows = np.where(padded & (i >= count), -NOWHERE, g.row.start + first + i)
+    return g.everywhere._replace(t=rows, h=g.everywhere.h - h + head)
 
 
 def families(question: Question, statistics: bool) -> list[Map]:
     """All maps of row statistics, or of what has columns, whose rows are of one product alone."""
-    longest = max(question.lengths_q, default=0)
-    tiles = [NOWHERE, *(t for t in TILES if t < longest)] if question.group > 1 else []
-    of = [*layouts(statistics, tiles[question.num_heads_kv == 1 :]), *heads(question)]
+    found = [*layouts(statistics), *packed(question, statistics), *heads(question)]
     of_sequences = [*sequences(question)]
-    if statistics:
-        of += [*packed(tiles), *rows(question)]
-        of_sequences += [by.stored for by in of_sequences]
-    return [*of, *of_sequences]
+    inside = [*rows(question), *(by.stored for by in of_sequences)] if statistics else []
+    return [*found, *inside, *of_sequences]
 
 
 def overrun(question: Question) -> Iterator[Map]:

@@ -9,29 +9,29 @@ from itertools import chain, product
 import numpy as np
 
 from rawattn.check.diagnose.catalogue import inputs, maps
-from rawattn.check.diagnose.catalogue.masks import Window, bounds, distances
+from rawattn.check.diagnose.catalogue.masks import Window, bounds
 from rawattn.check.diagnose.catalogue.reading import taken
 from rawattn.check.diagnose.catalogue.second_order import of_one_pass
-from rawattn.check.diagnose.engine.attention import BACKWARD, FIRST, TILES, Bug, View, each
+from rawattn.check.diagnose.engine.attention import FIRST, TILES, Bug, View, each
 from rawattn.check.diagnose.engine.question import Question
 from rawattn.check.diagnose.engine.steps import STEPS, Context, Floats, changed
 from rawattn.reference.dense import allowed
 
 Ints = np.ndarray
 TAILS = {"count as its own": False, "are stored as its own, the last sequence first": True}
-# of the tiles of all steps, of one loop after the other, of a size, among so many rows, for tiles
-# of a size of the other side: the rows that every step takes, (steps, rows of a tile)
-Loops = Callable[[list[Ints], int, int, int], list[Ints]]
+# of the tiles of all steps, of one loop after the other, of a size, among so many rows: the rows
+# that every step takes, (steps, rows of a tile)
+Loops = Callable[[list[Ints], int, int], list[Ints]]
 Which = Callable[[Ints], Ints]  # of the tiles of all steps, those that are taken
 Ring = tuple[int, int, int | None, int]
 ALL = 1 << 30  # one tile for all of the other side; a row that is not there
 
 
-def _each(of: Which, loops: list[Ints], tile: int, *_: int) -> list[Ints]:
+def _each(of: Which, loops: list[Ints], tile: int, _: int) -> list[Ints]:
     return [of(tiles)[:, None] * tile + np.arange(tile) for tiles in loops]
 
 
-def _ring(ring: Ring, cleared: bool, loops: list[Ints], tile: int, n: int, _: int) -> list[Ints]:
+def _ring(ring: Ring, cleared: bool, loops: list[Ints], tile: int, n: int) -> list[Ints]:
     """Tile x is loaded into stage x % stages, as far as it has rows, ``early`` steps before it is
     due, and read ``ahead`` of it; the ``lacking`` step of a loop of several loads nothing. cleared:
     in front of every loop."""
@@ -53,38 +53,22 @@ def _ring(ring: Ring, cleared: bool, loops: list[Ints], tile: int, n: int, _: in
     return found
 
 
-def _at_others(loops: list[Ints], tile: int, _: int, other: int) -> list[Ints]:
-    """In every step the rows from where the tile of the other side begins."""
-    starts = (np.full((len(tiles), 1), n * other) for n, tiles in enumerate(loops))
-    return [start + np.arange(tile) for start in starts]
-
-
 LOOPS: dict[str, Which] = {
     "of the step before": lambda tiles: np.append(tiles[:1], tiles[:-1]),
     "of the next step": lambda tiles: np.append(tiles[1:], tiles[-1:]),
     "of step x + 2": lambda tiles: np.append(tiles[2:], tiles[-2:]),
     **{f"of step x % {n}": partial(lambda n, x: x[np.arange(len(x)) % n], n) for n in (1, 2, 3, 4)},
-    "of step x // 2 * 2": lambda tiles: tiles[np.arange(len(tiles)) // 2 * 2],
-    "counted from the first row, not from the first visible tile on,": lambda tiles: (
-        tiles - tiles.min(initial=tiles.max(initial=0))
-    ),
 }
 RINGS: dict[str, Ring] = {  # stages, how far ahead they are read, which step is not loaded, early
     "of a ring of 2 stages into which the first tile of a loop is not loaded": (2, 0, 0, 0),
     "of a ring of 2 stages into which the last tile of a loop is not loaded": (2, 0, -1, 0),
     "of a ring of 2 stages read 1 ahead": (2, 1, None, 0),
     "of a ring of 3 stages read 1 ahead": (3, 1, None, 0),
-    "of the other one of 2 stages, that of the next step or, in the last one, of the one before": (
-        2,
-        1,
-        None,
-        1,
-    ),
+    "of the other of 2 stages, of the next step or, last, of the one before": (2, 1, None, 1),
 }
 EVERY: dict[str, Loops] = {text: partial(_each, of) for text, of in LOOPS.items()}
 EVERY |= {f"{text}, cleared by each loop,": partial(_ring, of, True) for text, of in RINGS.items()}
 GO_ON: dict[str, Loops] = {f"{text},": partial(_ring, of, False) for text, of in RINGS.items()}
-GO_ON["from the first row of the other side's tile on, in every step"] = _at_others
 READS = {  # steps, each with an operand, that take the rows of one buffer; of dq, gq where alone
     "forward": "Y K; O V; Y K, O V",
     "dq": "dQ K; Y K, dQ K; Y K; dP V; Y K, dQ K, dP V",
@@ -105,7 +89,7 @@ def candidates(question: Question, stage: str, wrong: Collection[str], b: int) -
     """All of a dense stage that change something ``wrong``, to be tried on sequence ``b`` first."""
     if question.sparse:
         return
-    of_rows = chain(_of_sequences(question), _of_tails(question), _of_old_rows(question))
+    of_rows = chain(_of_sequences(question), _of_tails(question))
     yield from (bug for bug in of_rows if stage in bug.stages)
     loops = _of_loops(question, stage, {*wrong}, b)
     if stage != "second" or not inputs.OF_FIRST_PASS & {*wrong}:
@@ -141,23 +125,6 @@ def _of_tails(question: Question) -> Iterator[Bug]:
         yield replace(bug, variant=f"rows of q {text}")
         if stored:
             yield replace(bug, variant=f"zeros for q {text}", steps={"Y": _of_zeros})
-
-
-def _of_old_rows(question: Question) -> Iterator[Bug]:
-    """Rows behind the last one, up to the end of its tile, which hold what a stage had before."""
-    for tile, behind, of in product(TILES, (1, 2, 3), "qk"):
-        form = f"rows of {of} behind the last one of its tile of {tile} count, as in"
-        see, stages = each(_with_old_rows, tile, behind, of), BACKWARD if of == "q" else FIRST
-        yield Bug("stale-tile", f"{form} the tile {behind} before it", stages, see)
-
-
-def _with_old_rows(tile: int, behind: int, of: str, question: Question, view: View) -> View:
-    distance = distances(question, view)
-    axis, by = (0, -behind * tile) if of == "q" else (1, behind * tile)
-    at, count = np.ogrid[: distance.shape[0], : distance.shape[1]][axis], distance.shape[axis]
-    old = (at + behind * tile >= count) & (at // tile == (count - 1) // tile - behind)
-    seen = Window(*bounds(question)).holds(distance + by, distance + by)
-    return replace(view, weight=view.weight + (old & seen))
 
 
 def _of_zeros(c: Context) -> Floats:
@@ -211,9 +178,7 @@ def _loop(
     row, found = np.arange(seen.shape[1]), list[tuple[Ints, Ints]]()
     outers = np.split(np.arange(len(seen)), range(outer, len(seen), outer))
     loops = [np.unique(row[seen[of].any(axis=0)] // tile)[:: -1 if down else 1] for of in outers]
-    for here, tiles, of_steps in zip(
-        outers, loops, which(loops, tile, len(row), outer), strict=True
-    ):
+    for here, tiles, of_steps in zip(outers, loops, which(loops, tile, len(row)), strict=True):
         by_tile = np.full((len(row) // tile + 1, tile), -1)
         by_tile[tiles] = of_steps
         rows = by_tile.ravel()[: len(row)]

@@ -1,7 +1,7 @@
 """Tables of a pass: what is wrong of them in the shortest sequence that shows it, in words."""
 
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, partial
 from typing import Any
 
 import numpy as np
@@ -60,20 +60,18 @@ def told(of: Table, question: Question) -> str:
         return ""
     b = min(within[rows], key=lambda b: lengths[b])
     rows = np.flatnonzero(within == b)
-    first: dict[object, str] = {}
-    alike = dict[object, list[int]]()
+    of_head = partial(_of_head, of, question, rows)
+    alike = dict[str | bytes, list[int]]()  # heads; rows that may be other ones are so by the text
     for head in map(int, np.flatnonzero(of.off[:, rows].any(axis=(1, 2)))):
-        text = _of_head(of, question, rows, head)
-        key = text if of.columns == ROW else of.off[head, rows].tobytes()  # rows may be other ones
-        first.setdefault(key, text)
+        key = of_head(head) if of.columns == ROW else of.off[head, rows].tobytes()
         alike.setdefault(key, []).append(head)
     n, m = question.lengths_q[b], question.lengths_k[b]
     which = f", sequence {b} (seqlen_q {n}, seqlen_k {m})," * (question.batch > 1)
     said = list[str]()
-    for key, heads in [*alike.items()][:HEADS]:
+    for heads in [*alike.values()][:HEADS]:
         name = f" of head {heads[0]}" * (len(of.off) > 1)
         name += f" ({named('head', heads[1:])} alike)" * (len(heads) > 1)
-        said.append(f"{name}{which} is wrong{first[key]}" if not said else name + first[key])
+        said.append(name + f"{which} is wrong" * (not said) + of_head(heads[0]))
     more = f"; of {len(alike) - HEADS} more heads" * (len(alike) > HEADS)
     return f"{of.name}{';'.join(said)}{more}"
 

@@ -1,6 +1,6 @@
 """Which other rows, heads or sequences the numbers of rows (lse, D, sinks) are those of."""
 
-from collections.abc import Iterable
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -13,24 +13,16 @@ from rawattn.check.diagnose.evidence.places import Array
 from rawattn.check.diagnose.read.probe import Weights
 from rawattn.check.diagnose.read.said import logs_of, noise_of, seen_of
 
+Calls = Sequence[tuple[Array, Any]]  # right numbers of rows, and where they tell something
 FEW = 0.3  # of the rows that are known: a map may have nothing for so many
 
 
 def map_of(
-    question: Question,
-    right: Iterable[Array],
-    held: Array,
-    near: Array | float,
-    ats: Iterable[Any] = (...,),
+    question: Question, calls: Calls, held: Array, near: Array | float
 ) -> tuple[maps.Map, float] | None:
-    """By which map rows (num_heads_q, total_q) hold the ``right`` numbers of others, up to
-    ``near``, and what they hold where it has none; NaN is not known. ats: which rows each of
-    several ``right`` ones tells of."""
-    told, g, calls = (
-        ~np.isnan(held),
-        maps.geometry(question, "lse"),
-        list(zip(right, ats, strict=True)),
-    )
+    """By which map rows (num_heads_q, total_q) hold the right numbers of others, up to ``near``,
+    and what they hold where it has none; NaN is not known."""
+    told, g = ~np.isnan(held), maps.geometry(question, "lse")
     for by in maps.families(question, True) if told.any() else ():
         due = np.full_like(held, np.nan)
         for x, at in calls:
@@ -44,29 +36,33 @@ def map_of(
     return None
 
 
+def rows_of(x: Array, near: float) -> Array | None:
+    """(num_heads_q, total_q): the number that all pairs of a row have, up to ``near``; NaN where
+    none is known. None where they have several."""
+    low, high = np.fmin.reduce(x, axis=-1), np.fmax.reduce(x, axis=-1)
+    return None if (high > low + near).any() else np.asarray((low + high) / 2)
+
+
 def map_of_lse(read: Weights) -> tuple[maps.Map, float] | None:
     """The same of the lse that a backward pass takes, where nothing else is wrong with P."""
-    (seen, alive), rights = seen_of(read), read.places.rights
-    noise = 3 * noise_of(read.places)
+    (seen, alive), rights, noise = seen_of(read), read.places.rights, 3 * noise_of(read.places)
     told = rights.any(axis=-1) & alive & read.telling
     gone = told & ~seen.any(axis=-1)  # rows with an lse of no keys have no weights
-    if (seen != rights & ~gone[..., None])[told].any():
+    found = np.where(seen & told[..., None], read.right.S - logs_of(read, seen), np.nan)
+    found[gone] = np.inf
+    held = rows_of(np.where(rights, found, np.nan), noise)
+    others = (seen != rights & ~gone[..., None])[told].any()
+    if others or held is None or not (np.abs(held - read.right.lse)[told] > noise).any():
         return None
-    held = np.where(seen & rights, read.right.S - logs_of(read, seen), np.nan)
-    with np.errstate(invalid="ignore"):
-        low, high = (
-            np.nanmin(held, axis=-1, initial=np.inf),
-            np.nanmax(held, axis=-1, initial=-np.inf),
-        )
-        held = np.where(gone, np.inf, np.where(told, (low + high) / 2, np.nan))
-    off = np.abs(held - read.right.lse)[told]
-    if (high - low > noise)[told].any() or not (off > noise).any():
-        return None
-    right = [np.where(np.isfinite(L), L, np.inf) for L, _ in read.calls]
-    return map_of(read.places.question, right, held, noise, [at for _, at in read.calls])
+    calls = [(np.where(np.isfinite(L), L, np.inf), at) for L, at in read.calls]
+    return map_of(read.places.question, calls, held, noise)
+
+
+def moved(by: maps.Map, c: Context, x: Array, nothing: float = 0.0) -> Array:
+    """What rows of a view have of ``x`` (num_heads_q, total_q) by a map."""
+    return of_view(c, "lse", by.moved(maps.geometry(c.question, "lse"), x, nothing))
 
 
 def with_lse(by: maps.Map, nothing: float, c: Context) -> Array:
-    """P with an lse by a map."""
-    L = by.moved(maps.geometry(c.question, "lse"), array_of(c.question, c.given, "lse"), nothing)
-    return np.asarray(STEPS["bP"](changed(c, L=of_view(c, "lse", L))))
+    L = moved(by, c, array_of(c.question, c.given, "lse"), nothing)
+    return np.asarray(STEPS["bP"](changed(c, L=L)))

@@ -9,10 +9,10 @@ from itertools import product
 import numpy as np
 
 from rawattn.check.diagnose.catalogue import maps
-from rawattn.check.diagnose.catalogue.reading import of_view
 from rawattn.check.diagnose.engine.attention import TILES, Context, deltas
 from rawattn.check.diagnose.engine.question import Question
 from rawattn.check.diagnose.engine.steps import times
+from rawattn.check.diagnose.read.elsewhere import moved, rows_of
 from rawattn.check.diagnose.read.fields import sum_in_words, sums_of
 from rawattn.check.diagnose.read.part import Part
 from rawattn.check.diagnose.read.terms import of_columns
@@ -167,8 +167,7 @@ def _others(question: Question) -> Iterator[tuple[str, str, Of]]:
 
 
 def _moved(by: maps.Map, c: Context) -> Array:
-    D = deltas(c.question, c.given)
-    return of_view(c, "delta", by.moved(maps.geometry(c.question, "delta"), D))[..., None]
+    return moved(by, c, deltas(c.question, c.given))[..., None]
 
 
 def _over(over: Callable[[Array, Array], Array], tile: int, c: Context) -> Array:
@@ -218,10 +217,7 @@ def _with_slope(factors: Mapping[str, float], c: Context) -> Array:
 def _another_term(part: Part) -> Change | None:
     """Whether what stands in the place of D is a number of every row, in every call."""
     most = part.noise * float(np.nanmax(np.abs(part.row_term), initial=1.0))
-    for _, at in part.slopes.asked:
-        T = part.row_term[at]
-        low, high = np.nanmin(T, axis=-1, initial=np.inf), np.nanmax(T, axis=-1, initial=-np.inf)
-        if (high - low > most).any():
-            return None
+    if any(rows_of(part.row_term[at], most) is None for _, at in part.slopes.asked):
+        return None
     text = "has another row term than D = dout . out"
     return Change([text], ANOTHER) if part.known.any() else None

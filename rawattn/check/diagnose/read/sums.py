@@ -10,6 +10,7 @@ from rawattn.check.diagnose.engine.attention import TILES
 from rawattn.check.diagnose.engine.steps import LOG2_E, STEPS, Context
 from rawattn.check.diagnose.evidence.places import Array, Places, Right, log_sum, places_of
 from rawattn.check.diagnose.evidence.rules import Rule, Span
+from rawattn.check.diagnose.read import elsewhere
 from rawattn.check.diagnose.read.contexts import of_view
 from rawattn.check.diagnose.read.elsewhere import map_of
 from rawattn.check.diagnose.read.fields import by_head, number, sum_in_words, sums_of
@@ -169,7 +170,7 @@ def _say_sink(said: Said, x: _Rows, sinks: Array, due: Array) -> bool:
     if factors is not None:
         text = f"exp({sum_in_words(factors)}), in place of exp(sink)"
         said.steps |= options.with_sink(partial(_sink, factors))
-    elif moved := map_of(x.places.question, [np.broadcast_to(sinks, top.shape)], told, size):
+    elif moved := map_of(x.places.question, [(sinks + np.zeros(top.shape), ...)], told, size):
         text = f"the sink of other rows and heads: {moved[0].words}"
         said.steps |= options.with_sink(partial(_moved_sink, moved[0]))
     else:
@@ -179,8 +180,7 @@ def _say_sink(said: Said, x: _Rows, sinks: Array, due: Array) -> bool:
 
 
 def _moved_sink(by: maps.Map, c: Context) -> Array:
-    sinks = np.asarray(c.question.sinks, dtype=np.float64)[:, None] + np.zeros(len(c.question.q))
-    return by.moved(maps.geometry(c.question, "lse"), sinks)[np.ix_(c.view.heads, c.view.rows)]
+    return elsewhere.moved(by, c, np.multiply.outer(c.question.sinks, np.ones(len(c.question.q))))
 
 
 def _say_keys(said: Said, x: _Rows, second: Callable[[], Weights]) -> bool:
@@ -235,16 +235,13 @@ def _over(rule: Rule, of: Callable[[Places], Array], c: Context) -> tuple[Array,
 def _say_mass(said: Said, x: _Rows, due: Array) -> None:
     """What is in the row sums beside the keys that are seen; due: the logarithms without it."""
     ratio, mass = (x.total - due)[x.known], np.exp(x.total) - np.exp(due)
+    total = np.where(x.known, x.total, np.nan)
     if np.ptp(ratio) < 8 * x.noise:
         mean = number(float(np.exp(-ratio.mean())))
         said.say(f"the weights of a row sum to {mean}, not 1", "")
-    elif (tile := next((t for t in TILES if x.fit(_with_before(t, x.places, due))), 0)) > 0:
-        text = f"the row sums have those of the same row of all tiles of {tile} queries before too"
-        said.say(text, "accumulator-not-reset")
-        said.steps["softmax"] = partial(_over_others, partial(_with_before, tile))
-    elif moved := map_of(x.places.question, [due], np.where(x.known, x.total, np.nan), x.noise):
+    elif moved := map_of(x.places.question, [(due, ...)], total, x.noise):
         said.say(f"the row sums are those of other rows: {moved[0].words}", "statistics-misplaced")
-        said.steps["softmax"] = partial(_over_others, partial(_moved, moved[0]))
+        said.steps["softmax"] = partial(_over_others, moved[0])
     elif x.sinks is not None and (often := _often(x, mass / np.exp(x.sinks))):
         said.say(f"the row sums have exp(sink) {often} too often", "denominator")
     elif _say_more(said, x, mass):
@@ -257,23 +254,10 @@ def _say_mass(said: Said, x: _Rows, due: Array) -> None:
         said.say("the row sums are wrong, by another number in every row", "denominator")
 
 
-def _moved(by: maps.Map, places: Places, L: Array) -> Array:
-    return by.moved(maps.geometry(places.question, "lse"), L)
-
-
-def _over_others(of: Callable[[Places, Array], Array], c: Context) -> tuple[Array, Array]:
-    """Weights over the sums of other rows, ``of`` the right ones' logarithms."""
-    places = places_of(c.question)
-    L = of(places, Right(places).lse)[np.ix_(c.view.heads, c.view.rows)]
+def _over_others(by: maps.Map, c: Context) -> tuple[Array, Array]:
+    """Weights over the sums of other rows."""
+    L = elsewhere.moved(by, c, Right(places_of(c.question)).lse)
     return L, np.exp(c.S - dead_to_inf(np, L)[..., None])
-
-
-def _with_before(tile: int, places: Places, L: Array) -> Array:
-    """The logarithms of sums that go on in the next ``tile`` of queries of a sequence."""
-    found = L.copy()
-    for row in np.flatnonzero(places.i[:, 0] >= tile):
-        found[:, row] = np.logaddexp(found[:, row], found[:, row - tile])
-    return found
 
 
 def _often(x: _Rows, times: Array) -> str:

@@ -5,6 +5,7 @@ from collections.abc import Iterator
 import numpy as np
 
 from rawattn.check.diagnose.evidence.tables import ROW, Table
+from rawattn.check.diagnose.read.elsewhere import rows_of
 from rawattn.check.diagnose.read.probe import Backward, Weights
 from rawattn.check.diagnose.read.said import noise_of
 
@@ -59,13 +60,13 @@ def _of_backward(read: Backward) -> Iterator[Table]:
 def _by_rows(name: str, held: Array, due: Array, of: Table) -> Table:
     """What rows hold, where that is all that is wrong with the table ``of``: one number of every
     pair of a row, NaN of those that are not known."""
-    known, (x, y) = ~np.isnan(held), (np.where(np.isnan(held), np.nan, z) for z in (held, due))
-    high, low = (np.fmax.reduce([x, y], axis=-1), np.fmin.reduce([x, y], axis=-1))
-    spread = of.noise * np.abs(x[known]).max(initial=0.0)
-    if not known[of.off].all() or (high - low > spread).any() or not np.isfinite(x[known]).all():
+    known = np.isfinite(held)
+    near = of.noise * float(np.abs(held[known]).max(initial=0.0))
+    rows, right = (rows_of(np.where(known, x, np.nan), near) for x in (held, due))
+    if rows is None or right is None or not known[of.off].all():
         return of
-    of_rows, its_due = np.nan_to_num(high)[..., None]
-    return Table(name, of_rows, its_due, of.side, ROW, of.noise)
+    held, due = (np.nan_to_num(x)[..., None] for x in (rows, right))
+    return Table(name, held, due, of.side, ROW, of.noise)
 
 
 def _weights(S: Array, L: Array, rights: Array | bool) -> Array:
