@@ -134,9 +134,6 @@ ROWS: dict[str, Callable[[Ints, int, Ints], Ints]] = {  # row i of n; the last o
     "row i % {}": lambda i, by, n: i % by,
     TILED: lambda i, by, n: i - i % by,
     LAST: lambda i, by, n: np.minimum(i - i % by + by, n) - 1,
-    "rows of the last tile of {} in the first one, nothing behind it": lambda i, by, n: np.where(
-        i < by, (n - 1 - i) // by * by + i, -NOWHERE
-    ),
 }
 Origin = Callable[[Geometry], Ints]  # of all sequences a row, or another one
 OTHERS: dict[str, Origin] = {

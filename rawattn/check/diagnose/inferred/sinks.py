@@ -79,13 +79,12 @@ def _elsewhere(question: Question, given: Passed, stage: str) -> dict[str, Float
         with np.errstate(over="ignore"):
             return np.where(inside, np.exp(sink - lse) * D, 0.0)
 
-    found = {}
+    found, text = dict[str, Floats](), f"{ITS} D over {ALL}"
     for by in maps.families(question, True):
-        text = f"{ITS} D over {ALL}"
         found[f"{text}, summed as other rows: {by.words}"] = by.moved(g, term(**parts))
         for name, x in parts.items():
-            moved = parts | {name: by.moved(g, x)}
-            found[f"{text}, with the {name} of other rows: {by.words}"] = term(**moved)
+            of = f"{text}, with the {name} of other rows: {by.words}"
+            found[of] = term(**parts | {name: by.moved(g, x)})
     return found
 
 
@@ -97,8 +96,6 @@ def _weights(question: Question, sinks: Floats, lse: Floats) -> dict[str, Floats
         f"exp({a}sink - {b}lse)": x * sinks - y * np.where(np.isfinite(lse), lse, 0.0)
         for (a, x), (b, y) in product(factors.items(), factors.items())
     }
-    heads = maps.other_heads(np.arange(len(sinks)), len(sinks), question.group)
-    exponents |= {f"{ITS}, with the sink of {of},": sinks[h] - lse for of, h in heads.items()}
     with np.errstate(over="ignore"):
         return {words: np.exp(x) * np.isfinite(lse) for words, x in exponents.items()}
 

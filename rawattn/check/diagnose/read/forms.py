@@ -36,12 +36,6 @@ SLOPES: dict[str, Callable[[Array], Array]] = {  # of t = tanh, the capped score
     "tanh(t)^2": lambda t: np.tanh(t) ** 2,
     "artanh(t)^2": lambda t: np.arctanh(np.clip(t, -1 + 1e-9, 1 - 1e-9)) ** 2,
 }
-OF_KEYS: dict[str, Callable[[int, int, Array, Array], Array]] = {  # rows that hang on the key
-    "i // {0} * {0} + j % {0}, the key's place in its tile": lambda t, _, i, j: i // t * t + j % t,
-    "j // {0} * {0} + i % {1}, from where the tile of keys begins": (
-        lambda t, u, i, j: j // t * t + i % u
-    ),
-}
 OVER: dict[str, Callable[[Array, Array], Array]] = {  # of tiles, from the pair's and from the last
     "the tile of {} keys at hand": lambda own, last: own == 0,
     "the last tile of {} keys": lambda own, last: last == 0,
@@ -160,10 +154,9 @@ def _others(question: Question) -> Iterator[tuple[str, str, Of]]:
         yield f"of {by.words}", "statistics-misplaced", partial(_moved, by)
     for (text, over), tile in product(OVER.items(), TILES):
         yield f"over {text.format(tile)} alone", ANOTHER, partial(_over, over, tile)
-    for (text, row), tile, own in product(OF_KEYS.items(), TILES, TILES):
-        if own == tile or "{1}" in text:
-            rule = partial(_at_keys, partial(row, tile, own))
-            yield f"of row {text.format(tile, own)}", "statistics-misplaced", rule
+    for tile, own in product(TILES, TILES):
+        text = f"of row j // {tile} * {tile} + i % {own}, from where the tile of keys begins"
+        yield text, "statistics-misplaced", partial(_at_keys, tile, own)
 
 
 def _moved(by: maps.Map, c: Context) -> Array:
@@ -179,11 +172,11 @@ def _over(over: Callable[[Array, Array], Array], tile: int, c: Context) -> Array
     return np.asarray(c.P * c.dP @ (same & over(number[:, None] - number, last - number)).mT)
 
 
-def _at_keys(row: Callable[[Array, Array], Array], c: Context) -> Array:
-    """D of rows of the same sequence that hang on the key, 0 where there are none."""
+def _at_keys(tile: int, own: int, c: Context) -> Array:
+    """D of tiles of ``own`` queries from the first key of a tile on; 0 where the sequence ends."""
     q, j = c.question, c.question.place_of("k")[np.maximum(c.view.keys, 0)]
-    rows, sequence, i = c.view.rows[:, None], q.sequence_of("q"), q.place_of("q")
-    other = rows - i[rows] + row(i[rows], j)
+    rows, sequence, i = c.view.rows[:, None], q.sequence_of("q"), q.place_of("q")[c.view.rows]
+    other = rows - i[:, None] + j // tile * tile + i[:, None] % own
     inside, other = other < len(q.q), np.minimum(other, len(q.q) - 1)
     D = deltas(q, c.given)[c.view.heads][:, other]
     return np.where(inside & (sequence[other] == sequence[rows]), D, 0.0)

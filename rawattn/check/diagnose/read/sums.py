@@ -295,18 +295,12 @@ def _others(x: _Rows, mass: Array) -> dict[str, Callable[[Places], Array]]:
     if padded > max(x.places.question.lengths_k):  # that of a sequence that is not here
         found[f"{padded} keys"] = partial(_padding, 0, padded)
     found |= {f"the end of its last tile of {t} keys": partial(_padding, t, 0) for t in TILES}
-    in_use = "the end of the last tile of {} keys in use, or of all"
-    found |= {in_use.format(t): partial(_padding, t, -1) for t in TILES}
     return {**found, "": lambda places: np.ones((1, len(places.j)))}
 
 
 def _padding(tile: int, length: int, places: Places) -> Array:
-    """(1, total_q): keys from a sequence's end to that of a tile, no further than all of them if
-    ``length`` is -1, to a length, or the longest's."""
-    m, q = places.m[:, 0], places.question
-    if length < 0:
-        every = np.append(np.diff(q.cu_seqlens_k), 0)[places.b[:, 0]]
-        return np.asarray(np.minimum(-m % tile, every - m))[None]
+    """(1, total_q): keys from a sequence's end to that of a tile, to a length, or the longest's."""
+    m = places.m[:, 0]
     return np.asarray(-m % tile if tile else (length or max(places.question.lengths_k)) - m)[None]
 
 
