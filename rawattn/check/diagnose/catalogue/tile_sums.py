@@ -44,7 +44,7 @@ WORDS: dict[str, dict[str, str]] = {
     "jvp": {"t": "t", "e": "tlse", "out": "tout"},
     "second": {"t": "dd", "e": "ddlse", "out": "ddout"},
 }
-OVER, LACKS, TWICE = "tile-overwrites", "tile-skipped", "tile-counted-twice"
+OVER, LACKS, TWICE, SCALE = "tile-overwrites", "tile-skipped", "tile-counted-twice", "output-scale"
 EVENTS: tuple[tuple[str, str, Factor], ...] = (
     (OVER, "the last tile alone", lambda c, at, n: at == n - 1),
     (OVER, "the first tile alone", lambda c, at, n: at == 0),
@@ -52,6 +52,8 @@ EVENTS: tuple[tuple[str, str, Factor], ...] = (
     (LACKS, "without the last tile", lambda c, at, n: at < n - 1),
     (TWICE, "the first tile twice", lambda c, at, n: 1 + (at == 0)),
     (TWICE, "the last tile twice", lambda c, at, n: 1 + (at == n - 1)),
+    (SCALE, "s inside of the loop from the first tile", lambda c, at, n: c.s ** (n - 1 - at)),
+    (SCALE, "s inside of the loop from the last tile", lambda c, at, n: c.s**at),
 )
 Weights = Callable[[Context, int], Floats]  # of pairs, and along their axis of queries or keys
 
