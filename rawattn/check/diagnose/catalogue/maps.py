@@ -124,11 +124,9 @@ TILED, LAST = "row i // {0} * {0}", "the last row of its tile of {}"
 ROWS: dict[str, Callable[[Ints, int, Ints], Ints]] = {  # row i of n; the last ones of tiles
     "row i + {}": lambda i, by, n: i + by,
     "row i - {}": lambda i, by, n: i - by,
-    "row i ^ {}": lambda i, by, n: i ^ by,
     "row i & ~{}": lambda i, by, n: i & ~by,
     "row i + {}, its own in the last tile": lambda i, by, n: i + by * (i // by < (n - 1) // by),
     "row i - {}, its own in the first tile": lambda i, by, n: i - by * (i >= by),
-    "zeros for the first {} rows": lambda i, by, n: np.where(i < by, -NOWHERE, i),
     "row i + {}, in the first tile": lambda i, by, n: i + by * (i < np.minimum(by, n - by)),
     WHOLE: lambda i, by, n: np.where(i < n // by * by, i, -NOWHERE),
     "row i % {}": lambda i, by, n: i % by,
@@ -140,7 +138,6 @@ OTHERS: dict[str, Origin] = {
     "the next sequence": lambda g: g.b + 1,
     "the sequence before": lambda g: np.maximum(g.b - 1, 0),
     "this sequence, empty ones not counted": lambda g: _full_before(g.offsets),
-    "this sequence, empty ones of the other side not counted": lambda g: _full_before(g.others),
 }
 ORIGINS: dict[str, Origin] = {  # rows where they are taken to begin
     "without the offset of the sequence": lambda g: 0 * g.b,
@@ -212,7 +209,7 @@ def rows(question: Question, least: int = 1) -> Iterator[Map]:
     """Other rows of the same sequence, as tiles or instructions take them, large ones first."""
     longest = max((*question.lengths_q, *question.lengths_k), default=0)
     for by in (by for by in BITS[::-1] if least <= by < longest):
-        yield from (of_rows(words, by) for words in [*ROWS][: len(ROWS) if by > 1 else 4])
+        yield from (of_rows(words, by) for words in [*ROWS][: len(ROWS) if by > 1 else 3])
 
 
 def of_rows(words: str, by: int) -> Map:

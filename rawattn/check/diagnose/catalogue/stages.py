@@ -121,16 +121,8 @@ def _of_tails(question: Question) -> Iterator[Bug]:
     for tile, (words, stored) in product(TILES, TAILS.items()) if question.batch > 1 else ():
         text = f"behind a sequence, up to the end of its last tile of {tile}, {words}"
         # a store that moves nothing: then all sequences are asked, of which others store rows
-        bug = Bug("neighbour-leak", "", FIRST, each(_owned, tile, stored), store=lambda _, x: x)
-        yield replace(bug, variant=f"rows of q {text}")
-        if stored:
-            yield replace(bug, variant=f"zeros for q {text}", steps={"Y": _of_zeros})
-
-
-def _of_zeros(c: Context) -> Floats:
-    """Scores where there are zeros behind the sequence's own rows."""
-    own = c.view.rows < c.question.cu_seqlens_q[c.view.sequence + 1]
-    return np.asarray(STEPS["Y"](c) * own[:, None])
+        see = each(_owned, tile, stored)
+        yield Bug("neighbour-leak", f"rows of q {text}", FIRST, see, store=lambda _, x: x)
 
 
 def _owned(tile: int, stored: bool, question: Question, view: View) -> View:

@@ -70,10 +70,9 @@ def _elsewhere(question: Question, given: Passed, stage: str) -> dict[str, Float
     """exp(sink - lse) D of rows, or a part of it, as other places have it."""
     if stage != "backward":
         return {}
-    parts = {"lse": dead_to_inf(np, np.asarray(given[1], dtype=np.float64))}
-    parts |= {"D": deltas(question, Same(given)), "sink": np.zeros_like(parts["lse"])}
-    parts["sink"] += np.asarray(question.sinks, dtype=np.float64)[:, None]
     inside, g = question.sequence_of("q") >= 0, maps.geometry(question, "lse")
+    parts = {"D": deltas(question, Same(given)), "lse": dead_to_inf(np, np.array(given[1], float))}
+    parts["sink"] = np.multiply.outer(np.asarray(question.sinks), np.ones(len(inside)))
 
     def term(sink: Floats, lse: Floats, D: Floats) -> Floats:
         with np.errstate(over="ignore"):
