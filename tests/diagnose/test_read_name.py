@@ -2,6 +2,7 @@
 
 from collections.abc import Callable
 from dataclasses import replace
+from itertools import pairwise
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -77,6 +78,16 @@ def with_tile_sums(c: Head, dS: Any) -> Any:
     return c.P * (c.dP - (c.P * c.dP) @ own)
 
 
+def of_packed(a: Any, q: Any) -> Any:
+    """D head by head of a group, read as if it were row by row."""
+    D = (a["dout"] * a["out"]).sum(2).T
+    for start, stop in pairwise(q.cu_seqlens_q):
+        for h in range(0, len(D), q.group):
+            at = slice(h, h + q.group), slice(start, stop)
+            D[at] = D[at].copy().reshape(-1, q.group).T
+    return D
+
+
 def first_columns(c: Head, Y: Any) -> Any:
     return (c.s * (c.Q[:, :8] @ c.K[:, :8].T)).astype(Y.dtype)
 
@@ -93,6 +104,7 @@ _CLIPPED = {"cap": lambda c, x: (np.clip(c.Y, -1.5, 1.5), 1.0, 0.0)}
 _ROWS_OF_Q = of_rows(lambda c: (c.r >= c.start_q) & (c.r - c.start_q <= c.p))
 _NO_LOGARITHM = {"softmax": lambda c, x: (c.top + np.exp(x[0] - c.top), x[1])}
 _HALF_OF_D = delta(lambda a, q: (a["dout"] * a["out"])[..., :8].sum(2).T)
+_UNSLOPED = "P dP - (P D without the softcap's slope)"
 _OPEN_TILE = or_seen(lambda c: c.j // 16 == c.p // 16)
 _LAST_SUMS = of_sums(lambda c: (c.j <= c.p) & (c.j >= c.p - 15))
 _FEWER = {"dP": lambda c, x: c.dO[:, :-4] @ c.V[:, :-4].T}
@@ -164,6 +176,8 @@ _BACKWARD: dict[str, tuple[Any, ...]] = {
     "P(1 - P) dP": ({"dS": lambda c, x: c.P * (1 - c.P) * c.dP}, "dS is P dP - P^2 dP, not"),
     "dP alone": ({"dS": lambda c, x: c.P * c.dP * c.P - c.P * c.D}, "is - P D + P^2 dP"),
     "D of its tile": ({"dS": with_tile_sums}, "dS takes D over the tile of 16 keys at hand alone"),
+    "D of packed rows": (delta(of_packed), "D of (heads, tokens) read as (token", GROUP),
+    "slope of dP": ({"dS": lambda c, x: x + c.P * c.D * (1 - 1 / c.slope)}, _UNSLOPED, "softcap"),
     "half of D": (_HALF_OF_D, "dout . out without columns 8 to 15"),
     "fewer columns": (_FEWER, "dP = dout . v without columns 12 to 15"),
     "one of the group": (of_group(1, "dk", "dv"), "of query heads [1], not [0, 1, 2]", "group3"),

@@ -147,19 +147,23 @@ def _operands(question: Question, stage: str, wrong: Names, right: Names, b: int
                 for text, values in ways.items():
                     steps = {step: with_values(step, **values)}
                     yield Bug("arguments-swapped", text, (stage,), steps=steps)
-        for size in TILES if step in SQUARES else ():
-            square = {SQUARES[step]: partial(_transposed, SQUARES[step], size)}
-            text = f"{word(SQUARES[step], stage)} in {product}: squares of {size} transposed"
+        squares = itertools.product(TILES, ("", ", no partial ones")) if step in SQUARES else ()
+        for size, which in squares:
+            square = {SQUARES[step]: partial(_transposed, SQUARES[step], size, bool(which))}
+            text = f"{word(SQUARES[step], stage)} in {product}: squares of {size} transposed{which}"
             yield Bug("stale-tile", text, (stage,), steps={step: with_values(step, **square)})
 
 
-def _transposed(operand: str, size: int, c: Context) -> Floats:
-    """Pairs (heads, n, m) with every square of a tile transposed; 0 from beyond the end."""
+def _transposed(operand: str, size: int, whole: bool, c: Context) -> Floats:
+    """Pairs (heads, n, m) with every square of a tile transposed, or every ``whole`` one; 0 from
+    beyond the end."""
     x = getattr(c, operand)
     i, j = np.ogrid[: x.shape[1], : x.shape[2]]
     rows, keys = i - i % size + j % size, j - j % size + i % size
     inside = (rows < x.shape[1]) & (keys < x.shape[2])
-    return np.where(inside, x[:, np.where(inside, rows, 0), np.where(inside, keys, 0)], 0.0)
+    found = np.where(inside, x[:, np.where(inside, rows, 0), np.where(inside, keys, 0)], 0.0)
+    partly = (i - i % size + size > x.shape[1]) | (j - j % size + size > x.shape[2])
+    return np.where(partly & whole, x, found)
 
 
 def word(operand: str, stage: str) -> str:
@@ -191,17 +195,18 @@ def rearranged(question: Question, names: Sequence[str]) -> Iterator[Bug]:
     """Results, all of one side, in another layout, at other rows, or added up where others are."""
     stages = tuple(stage for stage in STAGES if names[0] in STAGES[stage])
     of_numbers, whose = names[0] in BY_ROW, ", ".join(names)
-    for by in [*maps.families(question, of_numbers), *maps.overrun(question)]:
+    families = (by for by in maps.families(question, of_numbers) if by.family != "stored")
+    for by in [*families, *maps.overrun(question)]:
         kind = "transposed" if by.family in ("layouts", "heads") else "offsets-shifted"
-        ways = {"": Map.moved}
+        ways: dict[str, tuple[Map, reading.Way]] = {"": (by, Map.moved)}
         if by.family == "sequences":
-            ways = {" is stored at other rows": Map.put}
+            ways = {" is stored at other rows": (by.stored, Map.moved)}
             if not of_numbers:
-                ways[": rows of sequences that overlap in memory are added up"] = Map.shared
+                ways[": rows of sequences that overlap in memory are added up"] = by, Map.shared
         for nothing in (0.0, -np.inf) if names[0] in ("lse", "jvp lse") else (0.0,):
-            for how, way in ways.items():
+            for how, (of, way) in ways.items():
                 text = f"{whose}{how}: {by.words.replace('read', 'stored')}"
-                yield Bug(kind, text, stages, store=reading.stored(by, names, nothing, way))
+                yield Bug(kind, text, stages, store=reading.stored(of, names, nothing, way))
 
 
 def _given(question: Question, names: Iterable[str]) -> bool:

@@ -104,15 +104,11 @@ class Map:
         found = (np.where((x < 0) | (x >= n), -1, x) for x, n in places)
         return b"|".join((x[inside] if len(x) > 1 else x).tobytes() for x in found)
 
-    def put(self, g: Geometry, x: Floats, nothing: float = 0.0) -> Floats:
-        """The same array stored by a map of rows: what comes later overwrites."""
-        if x.ndim == 2:
-            return self.put(g, np.asarray(x).T[..., None], nothing)[..., 0].T
-        rows = np.broadcast_to(self.of(g).t, g.shape)[:, 0, 0]
-        there = (rows >= 0) & (rows < len(x)) & (g.everywhere.t[:, 0, 0] < g.offsets[-1])
-        found = np.full_like(x, nothing, dtype=np.float64)
-        found[rows[there]] = x[there]
-        return found
+    @property
+    def stored(self) -> "Map":
+        """The same of rows as they are stored: what comes later overwrites."""
+        words = f"what is stored at {self.words}, at its own offset"
+        return Map("stored", words, partial(_stored, self.of))
 
     def shared(self, g: Geometry, x: Floats, nothing: float = 0.0) -> Floats:
         """What rows (tokens, heads, columns) find where a map of rows added all of them up."""
@@ -128,7 +124,6 @@ TILED, LAST = "row i // {0} * {0}", "the last row of its tile of {}"
 ROWS: dict[str, Callable[[Ints, int, Ints], Ints]] = {  # row i of n; the last ones of tiles
     "row i + {}": lambda i, by, n: i + by,
     "row i - {}": lambda i, by, n: i - by,
-    "row i ^ {}": lambda i, by, n: i ^ by,
     "row i & ~{}": lambda i, by, n: i & ~by,
     "row i + {}, its own in the last tile": lambda i, by, n: i + by * (i // by < (n - 1) // by),
     "row i - {}, its own in the first tile": lambda i, by, n: i - by * (i >= by),
@@ -150,6 +145,7 @@ ORIGINS: dict[str, Origin] = {  # rows where they are taken to begin
     "the offset of the other side": lambda g: g.others[:-1],
     "its offset and a row": lambda g: g.offsets[:-1] + 1,
     "its offset less a row": lambda g: g.offsets[:-1] - 1,
+    "its offset and seqlen_k - seqlen_q": lambda g: g.offsets[:-1] + np.diff(g.others - g.offsets),
     "b times the longest length": lambda g: g.b * np.diff(g.offsets).max(),
 }
 OF_TILES: dict[str, Callable[[int, Geometry], Ints]] = {  # the same, of tiles
@@ -172,12 +168,25 @@ HEADS: dict[str, Callable[[Ints, int, int], Ints]] = {  # head h of so many, a g
 }
 
 
+def _stored(of: Callable[[Geometry], At], g: Geometry) -> At:
+    """Of every row the one that was stored there last."""
+    to = np.broadcast_to(of(g).t, (g.shape[0], 1, 1))[:, 0, 0]
+    there = (to >= 0) & (to < len(to)) & (g.everywhere.t[:, 0, 0] < g.offsets[-1])
+    found = np.full(len(to), -NOWHERE)
+    found[to[there]] = np.flatnonzero(there)
+    return g.everywhere._replace(t=found[:, None, None])
+
+
 def _rows(index: Callable[[Ints, int, Ints], Ints], by: int, g: Geometry) -> At:
     return g.everywhere._replace(t=g.row.start + index(g.row.i, by, g.row.n))
 
 
 def _from(origin: Origin, g: Geometry) -> At:
     return g.everywhere._replace(t=origin(g)[g.row.b] + g.row.i)
+
+
+def _clamped(g: Geometry) -> At:
+    return g.everywhere._replace(t=np.minimum(g.others[g.row.b] + g.row.i, g.shape[0] - 1))
 
 
 def _heads(head: Callable[[Ints, int, int], Ints], g: Geometry) -> At:
@@ -188,7 +197,7 @@ def rows(question: Question, least: int = 1) -> Iterator[Map]:
     """Other rows of the same sequence, as tiles or instructions take them, large ones first."""
     longest = max((*question.lengths_q, *question.lengths_k), default=0)
     for by in (by for by in BITS[::-1] if least <= by < longest):
-        yield from (of_rows(words, by) for words in [*ROWS][: len(ROWS) if by > 1 else 4])
+        yield from (of_rows(words, by) for words in [*ROWS][: len(ROWS) if by > 1 else 3])
 
 
 def of_rows(words: str, by: int) -> Map:
@@ -205,6 +214,8 @@ def sequences(question: Question) -> Iterator[Map]:
     for words, origin in found.items():
         if any((origin(g) != g.offsets[:-1]).any() for g in sides):
             yield Map("sequences", words, partial(_from, origin))
+    if any((g.others != g.offsets).any() for g in sides):
+        yield Map("sequences", "the offset of the other side, the last row past the end", _clamped)
 
 
 def _of_others(other: Origin, g: Geometry) -> Ints:
@@ -239,20 +250,17 @@ def heads_of_keys(question: Question) -> Iterator[Map]:
 
 class Order(NamedTuple):
     """Memory in this order of ``LETTERS``, the last one the fastest; ``each``: of one sequence
-    after the other; ``grouped``: there of one group of heads after the other."""
+    after the other."""
 
     letters: str
     each: bool = False
-    grouped: bool = False
 
     def numbers(self, g: Geometry) -> Ints:
         """Where everything of an array lies in memory; -1 for what is in no sequence."""
         (t, h, j), row = g.everywhere, g.row
-        heads = g.group if self.grouped else g.shape[1]
-        sizes = {"t": row.n if self.each else g.shape[0], "h": heads, "d": g.shape[2]}
-        of = {"t": row.i if self.each else t, "h": h % heads, "d": j}
+        sizes = {"t": row.n if self.each else g.shape[0], "h": g.shape[1], "d": g.shape[2]}
+        of = {"t": row.i if self.each else t, "h": h, "d": j}
         found, stride = row.start * g.shape[1] * g.shape[2] * self.each, np.ones_like(row.n)
-        found = found + h // heads * heads * sizes["t"] * g.shape[2]
         for letter in reversed(self.letters):
             found, stride = found + of[letter] * stride, stride * sizes[letter]
         return np.where(self.each & (row.i >= row.n), -1, found)
@@ -271,24 +279,54 @@ def _at(read: Order, written: Order, g: Geometry) -> At:
     return At(np.where(found < 0, -1, t), h, j)
 
 
-def layouts(statistics: bool, grouped: bool = False) -> Iterator[Map]:
-    """Memory of one order read in another: an array, a sequence, or, ``grouped``, a group of it."""
+def layouts(statistics: bool) -> Iterator[Map]:
+    """Memory of one order read in another: an array, or a sequence."""
     memory, *others = ("ht", "th") if statistics else ("thd", "htd", "tdh", "dht", "dth", "hdt")
-    parts = [*map(Order, others), Order(others[0], True)] + [Order(others[0], True, True)] * grouped
-    for other in parts:
-        own = other._replace(letters=memory)
-        end = ", every sequence" * other.each + " and group of heads" * other.grouped
+    for other in [*map(Order, others), Order(others[0], True)]:
+        own, end = other._replace(letters=memory), ", every sequence" * other.each
         for read, written in ((other, own), (own, other)):
             orders = (", ".join(LETTERS[x] for x in of.letters) for of in (written, read))
-            words = "({}) read as ({})".format(*orders) + end
-            yield Map("layouts", words, partial(_at, read, written))
+            yield Map(
+                "layouts", "({}) read as ({})".format(*orders) + end, partial(_at, read, written)
+            )
+
+
+Packed = Callable[[Ints, Ints, Ints | int, int], tuple[Ints, Ints]]
+PACKED: dict[str, Packed] = {  # row and head that are taken for row i of n and head h of a group
+    "(heads, tokens) read as (tokens, heads)": lambda i, h, n, g: divmod(i * g + h, n)[::-1],
+    "(tokens, heads) read as (heads, tokens)": lambda i, h, n, g: divmod(h * n + i, g),
+    "row i group + h % group of its head": lambda i, h, n, g: (i * g + h, h),
+    "row (i group + h % group) % n of its head": lambda i, h, n, g: ((i * g + h) % n, h),
+    "its row of head (i group + h % group) // n": lambda i, h, n, g: (i, (i * g + h) // n),
+}
+
+
+def packed(question: Question, statistics: bool) -> Iterator[Map]:
+    """Rows of the heads of a group, which lie in one tile, in another order."""
+    parts = {"sequence": (NOWHERE, False)}
+    for t in (t for t in TILES if t < max(question.lengths_q, default=0)):
+        parts[f"tile of {t} rows"] = t, False
+        parts |= {f"tile of {t} rows, the last one padded,": (t, True)} if statistics else {}
+    forms = itertools.product([*PACKED][: None if statistics else 2], parts.items())
+    for words, (where, part) in forms if question.group > 1 else ():
+        text = f"{words}, every {where} and group of heads"
+        yield Map("layouts", text, partial(_packed, PACKED[words], *part))
+
+
+def _packed(of: Packed, tile: int, padded: bool, g: Geometry) -> At:
+    first, h = g.row.i // tile * tile, g.everywhere.h % g.group
+    count = np.clip(g.row.n - first, 1, tile)
+    i, head = of(g.row.i - first, h, tile if padded else count, g.group)
+    rows = np.where(padded & (i >= count), -NOWHERE, g.row.start + first + i)
+    return g.everywhere._replace(t=rows, h=g.everywhere.h - h + head)
 
 
 def families(question: Question, statistics: bool) -> list[Map]:
     """All maps of row statistics, or of what has columns, whose rows are of one product alone."""
-    inside = rows(question) if statistics else ()
-    grouped = question.group > 1 and question.num_heads_kv > 1
-    return [*layouts(statistics, grouped), *heads(question), *inside, *sequences(question)]
+    found = [*layouts(statistics), *packed(question, statistics), *heads(question)]
+    of_sequences = [*sequences(question)]
+    inside = [*rows(question), *(by.stored for by in of_sequences)] if statistics else []
+    return [*found, *inside, *of_sequences]
 
 
 def overrun(question: Question) -> Iterator[Map]:

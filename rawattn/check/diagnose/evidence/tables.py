@@ -1,7 +1,7 @@
 """Tables of a pass: what is wrong of them in the shortest sequence that shows it, in words."""
 
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, partial
 from typing import Any
 
 import numpy as np
@@ -10,7 +10,8 @@ from rawattn.check.diagnose.engine.question import Question
 from rawattn.check.diagnose.evidence.structure import named
 
 Array = np.ndarray
-PIECES = 16  # of what is wrong, that are told
+PIECES, HEADS = 16, 4  # of what is wrong of a head, and heads that are not alike, that are told
+ROW = ("it",)  # the columns of a table of one number a row
 
 
 @dataclass(frozen=True)
@@ -59,8 +60,25 @@ def told(of: Table, question: Question) -> str:
         return ""
     b = min(within[rows], key=lambda b: lengths[b])
     rows = np.flatnonzero(within == b)
-    heads = np.flatnonzero(of.off[:, rows].any(axis=(1, 2)))
-    head, off = int(heads[0]), of.off[heads[0], rows]
+    of_head = partial(_of_head, of, question, rows)
+    alike = dict[str | bytes, list[int]]()  # heads; rows that may be other ones are so by the text
+    for head in map(int, np.flatnonzero(of.off[:, rows].any(axis=(1, 2)))):
+        key = of_head(head) if of.columns == ROW else of.off[head, rows].tobytes()
+        alike.setdefault(key, []).append(head)
+    n, m = question.lengths_q[b], question.lengths_k[b]
+    which = f", sequence {b} (seqlen_q {n}, seqlen_k {m})," * (question.batch > 1)
+    said = list[str]()
+    for heads in [*alike.values()][:HEADS]:
+        name = f" of head {heads[0]}" * (len(of.off) > 1)
+        name += f" ({named('head', heads[1:])} alike)" * (len(heads) > 1)
+        said.append(name + f"{which} is wrong" * (not said) + of_head(heads[0]))
+    more = f"; of {len(alike) - HEADS} more heads" * (len(alike) > HEADS)
+    return f"{of.name}{';'.join(said)}{more}"
+
+
+def _of_head(of: Table, question: Question, rows: Array, head: int) -> str:
+    """What is wrong of the rows of a sequence in one head."""
+    off, b = of.off[head, rows], question.sequence_of(of.side)[rows[0]]
     here = _Place(of, head, int(question.offsets("k")[b]) if of.columns == "j" else 0)
     kinds = {row: here.kinds(int(row)) for row in rows[off.any(axis=1)]}
     every = {kind for of_row in kinds.values() for kind in of_row}
@@ -76,17 +94,12 @@ def told(of: Table, question: Question) -> str:
     said = [f"{of.row} = {named('', places)}: {text}" for text, places in pieces.items()]
     if len(said) > PIECES:
         said[PIECES:] = [f"... ({len(said) - PIECES} more)"]
-    which = f" of head {head}" * (len(of.off) > 1)
-    like = len(heads) > 1 and bool((of.off[np.ix_(heads, rows)] == off).all())
-    which += f" ({named('head', heads[1:])} alike)" * like
-    n, m = question.lengths_q[b], question.lengths_k[b]
-    which += f", sequence {b} (seqlen_q {n}, seqlen_k {m})," * (question.batch > 1)
     count = f" at {np.count_nonzero(off)} of {off.size} places" * (off.size > 1)
     few = np.flatnonzero(off.any(axis=0))
     if np.count_nonzero(off.any(axis=1)) > 2 and 2 * len(few) < off.shape[1]:
         count += f", all of {of.column(few - here.first)}"
     count += f", each {alone}" * bool(alone)
-    return f"{of.name}{which} is wrong{count}: {'; '.join(said)}"
+    return f"{count}: {'; '.join(said)}"
 
 
 @dataclass(frozen=True)
@@ -100,7 +113,7 @@ class _Place:
     def kinds(self, row: int) -> dict[str, list[int]]:
         """What a row holds in its wrong columns, and in which."""
         of, columns = self.of, np.flatnonzero(self.of.off[self.head, row])
-        if of.columns == "column":
+        if of.columns in ("column", ROW):
             return {self._other_row(row, columns): columns.tolist()}
         found, due = of.found[self.head, row, columns], of.due[self.head, row, columns]
         with np.errstate(divide="ignore", invalid="ignore"):
@@ -133,5 +146,7 @@ class _Place:
             h, i = map(int, np.argwhere(near)[0])
             at = [f"head {h}"] * (h != self.head) + [f"{of.row} {i - row:+d}"] * (i != row)
             return f"is that of {', '.join(at)}"
+        if of.columns == ROW:
+            return f"is {found[0]:.4g}, not {due[0]:.4g}"
         off = np.abs(found - due).max(initial=0.0)
         return f"is other numbers, by up to {off:.3g} off of {np.abs(due).max():.3g}"

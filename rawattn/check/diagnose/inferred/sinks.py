@@ -28,6 +28,9 @@ def said(question: Question, stage: str, given: Passed, found: Floats, allowed: 
             if np.abs(y - found).max() <= allowed:
                 text = f"the sum of {term} over {of}{sign}"
                 like[text] = changes + (of != ALL) + (sign != "")
+    for term, x in _elsewhere(question, given, stage).items():
+        if np.abs(x.sum(axis=1) + found).max() <= allowed:
+            like[f"the sum of {term}"] = 1
     best = [text for text in like if like[text] == min(like.values())]
     return f"it is {' or '.join(best[:2])}" if best else ""
 
@@ -63,6 +66,27 @@ def _terms(question: Question, given: Passed, stage: str) -> dict[str, tuple[Flo
     return found
 
 
+def _elsewhere(question: Question, given: Passed, stage: str) -> dict[str, Floats]:
+    """exp(sink - lse) D of rows, or a part of it, as other places have it."""
+    if stage != "backward":
+        return {}
+    inside, g = question.sequence_of("q") >= 0, maps.geometry(question, "lse")
+    parts = {"D": deltas(question, Same(given)), "lse": dead_to_inf(np, np.array(given[1], float))}
+    parts["sink"] = np.multiply.outer(np.asarray(question.sinks), np.ones(len(inside)))
+
+    def term(sink: Floats, lse: Floats, D: Floats) -> Floats:
+        with np.errstate(over="ignore"):
+            return np.where(inside, np.exp(sink - lse) * D, 0.0)
+
+    found, text = dict[str, Floats](), f"{ITS} D over {ALL}"
+    for by in maps.families(question, True):
+        found[f"{text}, summed as other rows: {by.words}"] = by.moved(g, term(**parts))
+        for name, x in parts.items():
+            of = f"{text}, with the {name} of other rows: {by.words}"
+            found[of] = term(**parts | {name: by.moved(g, x)})
+    return found
+
+
 def _weights(question: Question, sinks: Floats, lse: Floats) -> dict[str, Floats]:
     """What the weight of the sink may be in every row."""
     factors = {"": 1.0, "log2(e) ": LOG2_E, "ln 2 ": 1 / LOG2_E, "0 ": 0.0}
@@ -71,8 +95,6 @@ def _weights(question: Question, sinks: Floats, lse: Floats) -> dict[str, Floats
         f"exp({a}sink - {b}lse)": x * sinks - y * np.where(np.isfinite(lse), lse, 0.0)
         for (a, x), (b, y) in product(factors.items(), factors.items())
     }
-    heads = maps.other_heads(np.arange(len(sinks)), len(sinks), question.group)
-    exponents |= {f"{ITS}, with the sink of {of},": sinks[h] - lse for of, h in heads.items()}
     with np.errstate(over="ignore"):
         return {words: np.exp(x) * np.isfinite(lse) for words, x in exponents.items()}
 

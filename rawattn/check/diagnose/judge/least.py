@@ -16,7 +16,7 @@ from rawattn.check.diagnose.engine.question import STAGES, Answers, Question, by
 from rawattn.check.diagnose.evidence.tables import Table, told
 from rawattn.check.diagnose.judge.diagnosis import sizes_of
 from rawattn.check.diagnose.read import branches
-from rawattn.check.diagnose.read.name import BEYOND, NEAR, READERS
+from rawattn.check.diagnose.read.name import BEYOND, READERS
 from rawattn.check.diagnose.read.probe import OF_DERIVATIVES, Ask, Refused
 from rawattn.check.diagnose.read.tables import tables_of
 from rawattn.check.expected import Target, expect
@@ -115,8 +115,6 @@ def _fields(asker: Asker, case: Case, question: Question) -> Iterator[Table]:
             read = READ[stage](function, of)
         except Refused:
             continue
-        if stage == "forward":
-            yield from _columns(function, of, read.P)
         yield from (replace(one, name=name + one.name) for one in tables_of(read))
     found, targets = asker.results(case)
     for name in STAGES[stage]:
@@ -154,24 +152,3 @@ def _summed(of: Table, q: Question, moved: str) -> Table | None:
         found.append([of.found[head] @ inverse, of.due[head] @ inverse])
     x, y = (np.array(part) for part in zip(*found, strict=True))
     return Table(of.name, x, y, of.side, tuple(labels), max(10 * of.noise, 1e-4))
-
-
-def _columns(ask: Ask, question: Question, P: Array) -> Iterator[Table]:
-    """Which columns of v stand in those of out, where out is not P v: of every key."""
-    v = question.v.astype(np.float64).swapaxes(0, 1).repeat(question.group, axis=0)
-    out, due = np.asarray(ask(question)["out"], np.float64).swapaxes(0, 1), P @ v
-    off, size = (np.abs(x).max(initial=0.0) for x in (out - due, due))
-    if off <= NEAR[question.dtype.itemsize] * size:
-        return
-    numbers = np.arange(1, v.shape[2] + 1)
-    found = np.zeros((len(v), v.shape[1], v.shape[2]))
-    for key in range(v.shape[1]):
-        of_one, of_each = (np.zeros_like(question.v) for _ in range(2))
-        of_one[key], of_each[key] = 1, numbers
-        given = (ask(replace(question, v=x))["out"] for x in (of_one, of_each))
-        weights, summed = (np.asarray(x, np.float64).swapaxes(0, 1) for x in given)
-        row = np.abs(weights[0, :, 0]).argmax()
-        with np.errstate(divide="ignore", invalid="ignore"):
-            column = summed[:, row] / weights[:, row]
-        found[:, key] = np.where(np.isfinite(column), np.round(column - numbers, 2), 0)
-    yield Table("which column of v out takes, less its own,", found, 0 * found, "k", "c", 1e-2)

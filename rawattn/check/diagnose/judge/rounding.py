@@ -194,6 +194,8 @@ def _kept_in(r: Rounded, stage: str) -> Iterator[tuple[str, dict[str, Step]]]:
     for words, step in KEPT[stage].items():
         yield words, after(step)
     if stage == "backward":
+        of_P: Step = lambda c: STEPS["dV"](changed(c, P=r(c.P)))  # noqa: E731
+        yield "P (of P^T dO) and dS", {"dV": of_P} | after("dY")
         yield "D, column by column,", {"D": added_up}
 
 

@@ -8,10 +8,10 @@ from itertools import product
 import numpy as np
 
 from rawattn.check.diagnose.catalogue import maps
-from rawattn.check.diagnose.catalogue.reading import of_view
 from rawattn.check.diagnose.engine.attention import TILES, Context, deltas
 from rawattn.check.diagnose.engine.question import Question
 from rawattn.check.diagnose.engine.steps import times
+from rawattn.check.diagnose.read.elsewhere import moved, rows_of
 from rawattn.check.diagnose.read.fields import sum_in_words, sums_of
 from rawattn.check.diagnose.read.part import Part
 from rawattn.check.diagnose.read.terms import of_columns
@@ -29,6 +29,7 @@ TERMS: dict[str, Callable[[Array, Array, Array], Array]] = {  # of P, dP and D
     "P^2 dP": lambda P, dP, D: P * P * dP,
     "P": lambda P, dP, D: P,
 }
+POWERS = {"({} without the softcap's slope)": 0, "({} with the softcap's slope twice)": 2}
 SLOPES: dict[str, Callable[[Array], Array]] = {  # of t = tanh, the capped score over the cap
     **{"": np.ones_like, "t": lambda t: t, "t^2": lambda t: t**2, "t^4": lambda t: t**4},
     "tanh(t)^2": lambda t: np.tanh(t) ** 2,
@@ -63,18 +64,30 @@ def of_pairs(c: Context, Z: Array) -> Array:
 
 
 def _of_terms(factors: Mapping[str, float], c: Context) -> Array:
-    total = (x * TERMS[name](c.P, c.dP, c.D[..., None]) for name, x in factors.items())
-    return of_pairs(c, np.sum([*total], axis=0))
+    """dY of a sum of these."""
+    terms = _terms(c.P, c.dP, c.D[..., None], c.G * c.cap[1], c.question.softcap is not None)
+    return np.where(c.W > 0, np.sum([x * terms[n] for n, x in factors.items()], axis=0), 0.0)
+
+
+def _terms(P: Array, dP: Array, D: Array, slope: Array, capped: bool) -> dict[str, Array]:
+    """TERMS with the slope as it must be; of a softcap P dP and P D with other powers of it too."""
+    found = {name: slope * of(P, dP, D) for name, of in TERMS.items()}
+    for (how, power), name in product(POWERS.items(), ("P dP", "P D") if capped else ()):
+        found[how.format(name)] = slope**power * TERMS[name](P, dP, D)
+    return found
 
 
 def _sums(part: Part) -> Iterator[Change]:
     """A sum of few of TERMS, with any factors."""
     slopes, there = part.slopes, part.known
     size = np.where(there, part.P * np.abs(slopes.dP - slopes.D), 1.0)[there] * part.noise
-    found = ((name, of(part.P, slopes.dP, slopes.D)) for name, of in TERMS.items())
-    basis = {name: (slopes.slope * x)[there] / size for name, x in found}
+    capped = part.places.question.softcap is not None
+    found = _terms(part.P, slopes.dP, slopes.D, slopes.slope, capped)
+    basis = {name: x[there] / size for name, x in found.items()}
     for factors in sums_of(basis, slopes.dS[there] / size, MOST):
         text, name = _in_words(factors)
+        if all("slope" in term for term in factors):
+            continue  # _slopes tells it
         yield Change([text], name, partial(_of_terms, factors), whole=True)
 
 
@@ -83,6 +96,8 @@ def _in_words(factors: Mapping[str, float]) -> tuple[str, str]:
     if factors == {"P dP": 1}:
         return "lacks the row term D: it is P dP", "delta-omitted"
     name = "arguments-swapped" if factors == {"P": 1} else "unknown"
+    if any("slope" in term for term in factors):
+        return f"is {sum_in_words(factors)}, not slope (P dP - P D)", "softcap-slope-omitted"
     if factors.keys() == {"P dP", "P D"}:
         name = ANOTHER if factors["P dP"] == 1 else "constant-factor"
     elif factors.keys() <= {"P dP", "P D", "dP", "D"}:
@@ -135,14 +150,13 @@ def _others(question: Question) -> Iterator[tuple[str, str, Of]]:
     for last, tile in product((False, True), TILES):
         text = f"the last tile of {tile} keys" if last else f"the tile of {tile} keys at hand"
         yield f"over {text} alone", ANOTHER, partial(_over, last, tile)
-    for tile in TILES:
-        text = f"of row i // {tile} * {tile} + j % {tile}, the key's place in its tile"
-        yield text, "statistics-misplaced", partial(_across, tile)
+    for tile, own in product(TILES, TILES):
+        text = f"of row j // {tile} * {tile} + i % {own}, from where the tile of keys begins"
+        yield text, "statistics-misplaced", partial(_at_keys, tile, own)
 
 
 def _moved(by: maps.Map, c: Context) -> Array:
-    D = deltas(c.question, c.given)
-    return of_view(c, "delta", by.moved(maps.geometry(c.question, "delta"), D))[..., None]
+    return moved(by, c, deltas(c.question, c.given))[..., None]
 
 
 def _over(last: bool, tile: int, c: Context) -> Array:
@@ -154,11 +168,11 @@ def _over(last: bool, tile: int, c: Context) -> Array:
     return np.asarray(c.P * c.dP @ (same & (summed[:, None] == number)).mT)
 
 
-def _across(tile: int, c: Context) -> Array:
-    """D of a tile of queries along the keys of a tile."""
+def _at_keys(tile: int, own: int, c: Context) -> Array:
+    """D of tiles of ``own`` queries from the first key of a tile on; 0 where the sequence ends."""
     q, j = c.question, c.question.place_of("k")[np.maximum(c.view.keys, 0)]
-    rows, sequence = c.view.rows[:, None], q.sequence_of("q")
-    other = rows - q.place_of("q")[rows] % tile + j % tile
+    rows, sequence, i = c.view.rows[:, None], q.sequence_of("q"), q.place_of("q")[c.view.rows]
+    other = rows - i[:, None] + j // tile * tile + i[:, None] % own
     inside, other = other < len(q.q), np.minimum(other, len(q.q) - 1)
     D = deltas(q, c.given)[c.view.heads][:, other]
     return np.where(inside & (sequence[other] == sequence[rows]), D, 0.0)
@@ -192,10 +206,7 @@ def _with_slope(factors: Mapping[str, float], c: Context) -> Array:
 def _another_term(part: Part) -> Change | None:
     """Whether what stands in the place of D is a number of every row, in every call."""
     most = part.noise * float(np.nanmax(np.abs(part.row_term), initial=1.0))
-    for _, at in part.slopes.asked:
-        T = part.row_term[at]
-        low, high = np.nanmin(T, axis=-1, initial=np.inf), np.nanmax(T, axis=-1, initial=-np.inf)
-        if (high - low > most).any():
-            return None
+    if any(rows_of(part.row_term[at], most) is None for _, at in part.slopes.asked):
+        return None
     text = "has another row term than D = dout . out"
     return Change([text], ANOTHER) if part.known.any() else None

@@ -4,7 +4,7 @@ the transposes of dS and P. All sequences and heads are asked at once. Long, sin
 share how a function is asked."""
 
 import itertools
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
@@ -31,12 +31,14 @@ class Refused(Exception):
 class Weights:
     """P (num_heads_q, total_q, total_k) as out has it, and lse (num_heads_q, total_q), None if it
     is not given or depends on v. value_head, like lse: the head of v that a row took, 0.5 and the
-    like where that is none; None of a backward pass."""
+    like where that is none; None of a backward pass, of which ``calls`` are the lse that each was
+    given, and the rows that it tells of."""
 
     right: Right
     P: Array
     lse: Array | None
     value_head: Array | None
+    calls: Sequence[tuple[Array, Any]] = ()
 
     @property
     def places(self) -> Places:
@@ -193,7 +195,7 @@ def read_backward(ask: Ask, question: Question) -> Backward:
         right, asked = with_right(replace(question, q=q, k=_units(k, block), v=v, dout=dout))
         dq = call(asked, dq=q.shape)["dq"].transpose(1, 0, 2)[..., : len(block)]
         _put(of_q, right, np.s_[:, :, block], dq / question.scale)
-    P, lse = np.zeros((H, n, m)), np.zeros((H, n))
+    P, lse, calls = np.zeros((H, n, m)), np.zeros((H, n)), list[tuple[Array, Any]]()
     for r, block in itertools.product(range(group), _blocks(n, width)):
         heads = np.arange(question.num_heads_kv) * group + r
         queries, cotangent = (_units(like, block, heads) for like in (q, dout))
@@ -202,6 +204,7 @@ def read_backward(ask: Ask, question: Question) -> Backward:
         dk, dv = (answers[x].transpose(1, 2, 0)[:, : len(block)] for x in ("dk", "dv"))
         _put(of_k, right, at, dk / question.scale)
         P[at], lse[at] = dv, right.lse[at]
+        calls.append((right.lse, at))
     columns = [np.zeros_like(like) for like in (q, dout)]
     for of_heads in columns:  # each query head has a column of its own
         of_heads[:, range(H), range(H)] = 1
@@ -210,7 +213,7 @@ def read_backward(ask: Ask, question: Question) -> Backward:
     adds = {name: np.abs(answers[name][..., :H]).sum(axis=0).T for name in ("dk", "dv")}
     passed = Right(places)
     vars(passed).update(S=of_k.S, lse=lse)  # of several calls, in place of what is computed
-    return Backward(Weights(passed, P, lse, None), {"dq": of_q, "dk": of_k}, adds)
+    return Backward(Weights(passed, P, lse, None, calls), {"dq": of_q, "dk": of_k}, adds)
 
 
 def _blocks(count: int, width: int) -> Iterator[Array]:

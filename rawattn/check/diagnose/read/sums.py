@@ -10,7 +10,9 @@ from rawattn.check.diagnose.engine.attention import TILES
 from rawattn.check.diagnose.engine.steps import LOG2_E, STEPS, Context
 from rawattn.check.diagnose.evidence.places import Array, Places, Right, log_sum, places_of
 from rawattn.check.diagnose.evidence.rules import Rule, Span
+from rawattn.check.diagnose.read import elsewhere
 from rawattn.check.diagnose.read.contexts import of_view
+from rawattn.check.diagnose.read.elsewhere import map_of
 from rawattn.check.diagnose.read.fields import by_head, number, sum_in_words, sums_of
 from rawattn.check.diagnose.read.probe import Weights
 from rawattn.check.diagnose.read.said import Said, logs_of, noise_of, seen_of
@@ -19,6 +21,7 @@ from rawattn.reference.dense import dead_to_inf
 
 FEW = 0.3  # of rows
 ROUNDED = 8e-3  # off by less: sums or weights in 16 bits may be
+TELLING = 0.1  # noise of the logarithm of what is in a row sum, at most, where it tells something
 PARTS: dict[str, Callable[[Array, Array], Array]] = {  # of L or sinks, and the row's maximum
     "the right lse": lambda L, top: L,
     "sink": lambda sink, top: sink + np.zeros_like(top),
@@ -159,16 +162,25 @@ def _say_sink(said: Said, x: _Rows, sinks: Array, due: Array) -> bool:
     """Whether they have exp of a sum of sink and row's maximum; due: logarithms without sinks."""
     more, top = np.exp(x.total) - np.exp(due), x.top
     known = x.known & (more > 0)
-    wanted = np.log(more[known])
-    size = (x.noise * np.exp(x.total) / np.where(known, more, 1.0))[known] + 1e-9
-    basis = {name: PARTS[name](sinks, top)[known] / size for name in ("sink", "row_max", "")}
-    factors = next(sums_of(basis, wanted / size, len(basis)), None) if known.any() else None
-    if factors is None:
+    held = np.log(np.where(known, more, 1.0))
+    size = np.where(known, x.noise * np.exp(x.total) / np.where(known, more, 1.0) + 1e-9, 1.0)
+    basis = {name: (PARTS[name](sinks, top) / size)[known] for name in ("sink", "row_max", "")}
+    wanted, told = (held / size)[known], np.where(known & (size < TELLING), held, np.nan)
+    factors = next(sums_of(basis, wanted, len(basis)), None) if known.any() else None
+    if factors is not None:
+        text = f"exp({sum_in_words(factors)}), in place of exp(sink)"
+        said.steps |= options.with_sink(partial(_sink, factors))
+    elif moved := map_of(x.places.question, [(sinks + np.zeros(top.shape), ...)], told, size):
+        text = f"the sink of other rows and heads: {moved[0].words}"
+        said.steps |= options.with_sink(partial(_moved_sink, moved[0]))
+    else:
         return False
-    text = f"the row sums have exp({sum_in_words(factors)}), in place of exp(sink)"
-    said.say(text, "sinks-misplaced")
-    said.steps |= options.with_sink(partial(_sink, factors))
+    said.say(f"the row sums have {text}", "sinks-misplaced")
     return True
+
+
+def _moved_sink(by: maps.Map, c: Context) -> Array:
+    return elsewhere.moved(by, c, np.multiply.outer(c.question.sinks, np.ones(len(c.question.q))))
 
 
 def _say_keys(said: Said, x: _Rows, second: Callable[[], Weights]) -> bool:
@@ -223,17 +235,13 @@ def _over(rule: Rule, of: Callable[[Places], Array], c: Context) -> tuple[Array,
 def _say_mass(said: Said, x: _Rows, due: Array) -> None:
     """What is in the row sums beside the keys that are seen; due: the logarithms without it."""
     ratio, mass = (x.total - due)[x.known], np.exp(x.total) - np.exp(due)
-    families = maps.families(x.places.question, True)
+    total = np.where(x.known, x.total, np.nan)
     if np.ptp(ratio) < 8 * x.noise:
         mean = number(float(np.exp(-ratio.mean())))
         said.say(f"the weights of a row sum to {mean}, not 1", "")
-    elif (tile := next((t for t in TILES if x.fit(_with_before(t, x.places, due))), 0)) > 0:
-        text = f"the row sums have those of the same row of all tiles of {tile} queries before too"
-        said.say(text, "accumulator-not-reset")
-        said.steps["softmax"] = partial(_over_others, partial(_with_before, tile))
-    elif by := next((one for one in families if x.fit(_moved(one, x.places, due))), None):
-        said.say(f"the row sums are those of other rows: {by.words}", "statistics-misplaced")
-        said.steps["softmax"] = partial(_over_others, partial(_moved, by))
+    elif moved := map_of(x.places.question, [(due, ...)], total, x.noise):
+        said.say(f"the row sums are those of other rows: {moved[0].words}", "statistics-misplaced")
+        said.steps["softmax"] = partial(_over_others, moved[0])
     elif x.sinks is not None and (often := _often(x, mass / np.exp(x.sinks))):
         said.say(f"the row sums have exp(sink) {often} too often", "denominator")
     elif _say_more(said, x, mass):
@@ -246,23 +254,10 @@ def _say_mass(said: Said, x: _Rows, due: Array) -> None:
         said.say("the row sums are wrong, by another number in every row", "denominator")
 
 
-def _moved(by: maps.Map, places: Places, L: Array) -> Array:
-    return by.moved(maps.geometry(places.question, "lse"), L)
-
-
-def _over_others(of: Callable[[Places, Array], Array], c: Context) -> tuple[Array, Array]:
-    """Weights over the sums of other rows, ``of`` the right ones' logarithms."""
-    places = places_of(c.question)
-    L = of(places, Right(places).lse)[np.ix_(c.view.heads, c.view.rows)]
+def _over_others(by: maps.Map, c: Context) -> tuple[Array, Array]:
+    """Weights over the sums of other rows."""
+    L = elsewhere.moved(by, c, Right(places_of(c.question)).lse)
     return L, np.exp(c.S - dead_to_inf(np, L)[..., None])
-
-
-def _with_before(tile: int, places: Places, L: Array) -> Array:
-    """The logarithms of sums that go on in the next ``tile`` of queries of a sequence."""
-    found = L.copy()
-    for row in np.flatnonzero(places.i[:, 0] >= tile):
-        found[:, row] = np.logaddexp(found[:, row], found[:, row - tile])
-    return found
 
 
 def _often(x: _Rows, times: Array) -> str:
@@ -300,18 +295,12 @@ def _others(x: _Rows, mass: Array) -> dict[str, Callable[[Places], Array]]:
     if padded > max(x.places.question.lengths_k):  # that of a sequence that is not here
         found[f"{padded} keys"] = partial(_padding, 0, padded)
     found |= {f"the end of its last tile of {t} keys": partial(_padding, t, 0) for t in TILES}
-    in_use = "the end of the last tile of {} keys in use, or of all"
-    found |= {in_use.format(t): partial(_padding, t, -1) for t in TILES}
     return {**found, "": lambda places: np.ones((1, len(places.j)))}
 
 
 def _padding(tile: int, length: int, places: Places) -> Array:
-    """(1, total_q): keys from a sequence's end to that of a tile, no further than all of them if
-    ``length`` is -1, to a length, or the longest's."""
-    m, q = places.m[:, 0], places.question
-    if length < 0:
-        every = np.append(np.diff(q.cu_seqlens_k), 0)[places.b[:, 0]]
-        return np.asarray(np.minimum(-m % tile, every - m))[None]
+    """(1, total_q): keys from a sequence's end to that of a tile, to a length, or the longest's."""
+    m = places.m[:, 0]
     return np.asarray(-m % tile if tile else (length or max(places.question.lengths_k)) - m)[None]
 
 

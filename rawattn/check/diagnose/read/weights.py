@@ -1,6 +1,8 @@
 """What the weights of a pass are in place of the right ones: who sees whom, and which scores."""
 
 from collections.abc import Callable, Iterator
+from dataclasses import replace
+from functools import partial
 
 import numpy as np
 
@@ -9,6 +11,7 @@ from rawattn.check.diagnose.evidence.rules import Shown, rules_of
 from rawattn.check.diagnose.evidence.sight import mask_rule
 from rawattn.check.diagnose.evidence.structure import where
 from rawattn.check.diagnose.evidence.support import OTHER, Support, support_of
+from rawattn.check.diagnose.read import elsewhere
 from rawattn.check.diagnose.read.classes import class_of
 from rawattn.check.diagnose.read.contexts import context_of
 from rawattn.check.diagnose.read.fields import Field
@@ -29,6 +32,12 @@ def said_of(read: Weights, second: Callable[[], Weights], support: Support | Non
         said.wrong.append(f"rows are NaN: {', '.join(where(places.question, 'out', ~alive.T))}")
     alive = alive & read.telling
     due = seen & places.rights & alive[..., None]
+    if read.passed and (moved := elsewhere.map_of_lse(read)) is not None:
+        said.right += ["scores and softmax_scale", "who sees whom"]
+        said.say(f"lse is that of other rows: {moved[0].words}", "statistics-misplaced")
+        said.steps["bP"] = partial(elsewhere.with_lse, *moved)
+        said.support = replace(said.support, seen=places.rights)
+        return said
     x = Field(logs_of(read, seen) - read.right.S, due, True, noise_of(places))
     _say_scores(said, x, second)
     here = _pairs(said, read)
