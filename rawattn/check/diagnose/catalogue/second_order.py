@@ -5,6 +5,7 @@ bug is mostly a product that reads another value for one of its operands: ``at``
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import lru_cache, partial
 from itertools import chain, combinations
+from operator import attrgetter
 from typing import NamedTuple
 
 import numpy as np
@@ -107,6 +108,17 @@ BUGS = (  # those that are not one term
     Bug(P, "P' = 0, e = 0", SECOND + JVP, steps={"tP": NO_P, "e": NO_ROWS}),
     Bug("not-normalised", "the sink's weight", SECOND + JVP, steps=UNDIVIDED),
     Bug("not-normalised", "tlse", JVP, steps={"tL": lambda c: c.e * np.exp(c.L - row_max(c))}),
+    *(
+        Bug(
+            "arguments-swapped",
+            f"{x} for {t}{x}",
+            of,
+            steps=at(sites, **{name: attrgetter(x.upper())}),
+        )
+        for of, t in ((SECOND, "dd"), (JVP, "t"))
+        for x, (name, sites) in DIRECTIONS.items()
+        if x in "qkv"
+    ),
 )
 
 

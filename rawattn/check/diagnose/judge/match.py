@@ -25,7 +25,7 @@ from rawattn.check.diagnose.evidence import precision as noise
 from rawattn.check.diagnose.evidence.precision import Fit, Precision, fit, ladder, relative_residual
 from rawattn.check.diagnose.evidence.structure import where
 from rawattn.check.diagnose.evidence.support import NO_RULE
-from rawattn.check.diagnose.inferred import inputs, online, terms, unwritten
+from rawattn.check.diagnose.inferred import inputs, online, row_numbers, terms, unwritten
 from rawattn.check.diagnose.inferred.sample import Sample, in_rows, is_wrong
 
 NEAREST = 12  # predictions whose noise is computed, for each tensor
@@ -204,6 +204,8 @@ class Stage:
     def usual(self) -> list[Prediction]:
         """Predictions with each bug that is listed, that other stages have, or of one term."""
         more = terms.single(*self.asked) if self.stage != "forward" else []
+        with _searching():
+            more += row_numbers.bugs(*self.asked) if self.stage in BEYOND else ()
         with warnings.catch_warnings(action="ignore", category=SearchFailed):
             hinted = self.planted(self.hints)  # of problems that may have other heads
         return [*self.planted(self.worth), *hinted, *self.planted(more)]
