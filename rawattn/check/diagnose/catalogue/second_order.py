@@ -108,17 +108,6 @@ BUGS = (  # those that are not one term
     Bug(P, "P' = 0, e = 0", SECOND + JVP, steps={"tP": NO_P, "e": NO_ROWS}),
     Bug("not-normalised", "the sink's weight", SECOND + JVP, steps=UNDIVIDED),
     Bug("not-normalised", "tlse", JVP, steps={"tL": lambda c: c.e * np.exp(c.L - row_max(c))}),
-    *(
-        Bug(
-            "arguments-swapped",
-            f"{x} for {t}{x}",
-            of,
-            steps=at(sites, **{name: attrgetter(x.upper())}),
-        )
-        for of, t in ((SECOND, "dd"), (JVP, "t"))
-        for x, (name, sites) in DIRECTIONS.items()
-        if x in "qkv"
-    ),
 )
 
 
@@ -173,6 +162,15 @@ def terms(question: Question, stage: str) -> Iterator[Term]:
             yield Term(bend, _with_bend, name, name, f"{bend}, is 0")
     of_lse = "ddlse" if second else "tlse"
     yield Term(of_lse, partial(_made, "tL"), "tangent-lse-missing", sign, f"{of_lse} = 0")
+
+
+def instead(question: Question) -> Iterator[Bug]:
+    """An input in the place of its own direction, most likely where there is none."""
+    for name, (operand, sites) in list(DIRECTIONS.items())[:3]:
+        where = ", which is None" * (getattr(question, f"t{name}") is None)
+        for of, t in ((SECOND, "dd"), (JVP, "t")):
+            steps = at(sites, **{operand: attrgetter(name.upper())})
+            yield Bug("arguments-swapped", f"{name} for {t}{name}{where}", of, steps=steps)
 
 
 def lacking(question: Question) -> str:

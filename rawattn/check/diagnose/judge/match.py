@@ -74,7 +74,8 @@ def catalogue(question: Question, stage: str) -> tuple[Bug, ...]:
 
         wide = [bug.at(*bug.stages, stage) for bug in found if anywhere(bug)]
         alike = stage == "jvp" and second_order.lacking(question)  # to a direction that is ignored
-        found = [bug for bug in second_order.BUGS if not (alike and "tP" in bug.steps)] + wide
+        listed = (*second_order.BUGS, *second_order.instead(question))
+        found = [bug for bug in listed if not (alike and "tP" in bug.steps)] + wide
     return tuple(bug for bug in found if stage in bug.stages)
 
 
