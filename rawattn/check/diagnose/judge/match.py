@@ -222,9 +222,9 @@ class Stage:
 
     @cached_property
     def of_terms(self) -> list[Prediction]:
-        """Of a second derivative: what is in one of its two passes alone."""
+        """Beyond the first order: what is in one of two passes, or the tangents, alone."""
         found = list[Bug]()
-        if self.stage == "second" and (self.shown or not over(self.until)):
+        if self.stage in BEYOND and (self.shown or not over(self.until)):
             with _searching():
                 found += terms.bugs(*self.asked)
         return self.planted(found)
