@@ -89,7 +89,7 @@ class Rows:
         return np.zeros(self.question.q.shape[1::-1]) if found is None else found
 
     def summed(self, often: Mapping[str, float]) -> Floats:
-        return np.asarray(sum(x * self.of(name) for name, x in often.items()))
+        return np.asarray(sum((x * self.of(n) for n, x in often.items()), 0.0 * self.of("")))
 
     def of_columns(self, name: str, often: Floats) -> Floats:
         return np.asarray(self.of(name) @ often)

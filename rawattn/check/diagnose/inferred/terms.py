@@ -62,8 +62,8 @@ def _listed(question: Question) -> Iterator[Bug]:
     listed = selection.bugs(question) if question.sparse else first_order.bugs(question)
     yield from (b for b in listed if b.see is not None and b.stages != FORWARD)
     masked = question.mask_window != (-1, -1) and not question.sparse
-    sizes = sorted(product(TILES, TILES), key=lambda two: two[0] != two[1])
-    for tile, other in sizes if masked else ():
+    sizes = sorted(product(TILES, TILES), key=lambda two: max(two) // min(two))
+    for tile, other in sizes[:13] if masked else ():  # square ones, and those twice as long
         text = f"all keys of tiles of {tile} queries and {other} keys in which some are seen"
         yield Bug("wrong-keys", text, see=each(_whole_tiles, tile, other))
 

@@ -206,7 +206,8 @@ class Stage:
         """Predictions with each bug that is listed, that other stages have, or of one term."""
         more = terms.single(*self.asked) if self.stage != "forward" else []
         with _searching():
-            more += row_numbers.bugs(Sample(*self.asked)) if self.stage in BEYOND else ()
+            of_rows = self.stage in BEYOND and not more
+            more += row_numbers.bugs(Sample(*self.asked)) if of_rows else ()
         with warnings.catch_warnings(action="ignore", category=SearchFailed):
             hinted = self.planted(self.hints)  # of problems that may have other heads
         return [*self.planted(self.worth), *hinted, *self.planted(more)]
