@@ -1,6 +1,6 @@
 """Numbers of rows that are others in a derivative: a row statistic (e, W, D), or how often a term
 has a row. Results are linear in each of them, so that they tell that number row by row; what it is
-in place of the right one, is told of all rows at once."""
+in place of the right one, is told of all rows at once. Long by the ways of reading them."""
 
 import math
 from collections.abc import Callable, Iterator, Mapping

@@ -59,13 +59,13 @@ def _of_pass(term: Term, first: bool, factor: float) -> dict[str, Step]:
 
 def _listed(question: Question) -> Iterator[Bug]:
     """Who sees whom: listed bugs, and no mask in the tiles that are visited."""
-    listed = selection.bugs(question) if question.sparse else first_order.bugs(question)
-    yield from (b for b in listed if b.see is not None and b.stages != FORWARD)
     masked = question.mask_window != (-1, -1) and not question.sparse
     sizes = sorted(product(TILES, TILES), key=lambda two: max(two) // min(two))
     for tile, other in sizes[:13] if masked else ():  # square ones, and those twice as long
         text = f"all keys of tiles of {tile} queries and {other} keys in which some are seen"
         yield Bug("wrong-keys", text, see=each(_whole_tiles, tile, other))
+    listed = selection.bugs(question) if question.sparse else first_order.bugs(question)
+    yield from (b for b in listed if b.see is not None and b.stages != FORWARD)
 
 
 def _whole_tiles(tile: int, other: int, _: Question, view: View) -> View:
