@@ -126,7 +126,7 @@ second-frozen-p: an intermediate is held constant: P has no derivative
     what the first backward pass saves: an intermediate that is no input or output
 second-frozen-delta: an intermediate is held constant: the row term D has no derivative
     a detached delta
-second-w-omitted: the row term W = dout . ddout is missing
+second-w-omitted: the row term W = dout . ddout is missing, or another number
     the preprocess pass of the second backward
 tangent-e-omitted: the tangent of P is not centred: e is missing or wrong
     P' = P o (E - e), where e is the row's mean of E under P

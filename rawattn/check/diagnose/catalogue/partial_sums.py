@@ -45,8 +45,21 @@ class Parts(NamedTuple):
     @property
     def outs(self) -> Floats:
         """Each divided by its own row sum, (parts, heads, n, columns)."""
+        return self._divided("out")
+
+    @property
+    def es(self) -> Floats:
+        return self._divided("e")[..., 0]
+
+    @property
+    def touts(self) -> Floats:
+        """The tangents of ``outs``."""
+        whole = self._divided("tout") + self._divided("ptv")
+        return np.asarray(whole - self.es[..., None] * self.outs)
+
+    def _divided(self, name: str) -> Floats:
         total = np.where(self.row_sums == 0, 1.0, self.row_sums)
-        return np.asarray(self.sums["out"] / total[..., None])
+        return np.asarray(self.sums[name] / total[..., None])
 
     def with_out(self, sums: Floats) -> "Parts":
         return self._replace(sums=self.sums | {"out": sums})
@@ -249,11 +262,36 @@ LSES: dict[str, Callable[[Parts], Floats]] = {
 }
 
 
-def merged(parts: Parts, out: str = RIGHT, lse: str = RIGHT) -> Results:
+def _moved(with_e: str, weights: str, parts: Parts, e: Floats) -> Floats:
+    """The tangent of the merged out: of the parts' outs, and of their weights, with the right e, or
+    that of the merge; "" for that of the outs alone."""
+    e = _summed(RIGHT, parts, parts.es) if with_e == RIGHT else e
+    more = (parts.es - e)[..., None] * parts.outs if with_e else 0.0
+    return _summed(weights, parts, parts.touts + more)
+
+
+def _summed(weights: str, parts: Parts, x: Floats) -> Floats:
+    of = WEIGHTS[weights](parts)
+    return np.asarray((of.reshape(*of.shape, *[1] * (x.ndim - of.ndim)) * x).sum(axis=0))
+
+
+TOUTS = {
+    **{text: partial(_moved, RIGHT, text) for text in WEIGHTS},
+    "with that tlse": partial(_moved, "that", RIGHT),
+    "without the tangents of the weights": partial(_moved, "", RIGHT),
+}
+
+
+def merged(
+    parts: Parts, out: str = RIGHT, lse: str = RIGHT, e: str = RIGHT, tout: str = RIGHT
+) -> Results:
     """The results of the parts, each divided by its own row sum, with weights of ``WEIGHTS``."""
-    O = (WEIGHTS[out](parts)[..., None] * parts.outs).sum(axis=0)  # noqa: E741
+    O = _summed(out, parts, parts.outs)  # noqa: E741
     L = np.where(np.isneginf(parts.lses).all(axis=0), -np.inf, LSES[lse](parts))
-    return Results(O, L, np.zeros_like(L), np.zeros_like(O))
+    if "e" not in parts.sums:
+        return Results(O, L, np.zeros_like(L), np.zeros_like(O))
+    whole = _summed(e, parts, parts.es)
+    return Results(O, L, whole, TOUTS[tout](parts, whole))
 
 
 def steps(stage: str, cut: Cut, of: Callable[[Parts], Results]) -> Mapping[str, Step]:

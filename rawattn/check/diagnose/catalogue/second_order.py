@@ -5,6 +5,7 @@ bug is mostly a product that reads another value for one of its operands: ``at``
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import lru_cache, partial
 from itertools import chain, combinations
+from operator import attrgetter
 from typing import NamedTuple
 
 import numpy as np
@@ -161,6 +162,15 @@ def terms(question: Question, stage: str) -> Iterator[Term]:
             yield Term(bend, _with_bend, name, name, f"{bend}, is 0")
     of_lse = "ddlse" if second else "tlse"
     yield Term(of_lse, partial(_made, "tL"), "tangent-lse-missing", sign, f"{of_lse} = 0")
+
+
+def instead(question: Question) -> Iterator[Bug]:
+    """An input in the place of its own direction, most likely where there is none."""
+    for name, (operand, sites) in list(DIRECTIONS.items())[:3]:
+        where = ", which is None" * (getattr(question, f"t{name}") is None)
+        for of, t in ((SECOND, "dd"), (JVP, "t")):
+            steps = at(sites, **{operand: attrgetter(name.upper())})
+            yield Bug("arguments-swapped", f"{name} for {t}{name}{where}", of, steps=steps)
 
 
 def lacking(question: Question) -> str:

@@ -54,14 +54,15 @@ def bugs(sample: Sample) -> Iterator[Bug]:
 
 
 def _odd(places: Places, span: Span) -> int:
-    """Whether it is a bound of a loop that is not next to where it must be, or of another side of
-    the window."""
+    """Whether it is a bound of a loop that is not next to where it must be, of another side of the
+    window, or of tiles that are not square."""
     if not (loop := LOOP.search(span.feature)):
         return 0
     of_right = (span.low is not None) == span.feature.startswith("j")
     due = f" {'+' if span.low is not None else '-'} window_{'right' if of_right else 'left'}"
     side = due * (places.question.mask_window[of_right] > 0)
-    return 2 * (1 not in (span.low, -(span.high or 0))) + (loop[4] != side)
+    far, wide = 1 not in (span.low, -(span.high or 0)), f"// {loop[3]}" not in span.feature
+    return 4 * far + 2 * (loop[4] != side) + wide
 
 
 def _spans(places: Places, wrong: dict[str, Array | None]) -> Iterator[Span]:
@@ -77,7 +78,7 @@ def _words(span: Span, places: Places) -> str:
     at = {*re.findall(r"\w+", span.feature)} & {"i", "j", "p"}
     lacks = at == {"i", "j"} and not places.aligned
     text = f"those with {span}" + ", without seqlen_k - seqlen_q" * lacks
-    if not (loop := LOOP.search(span.feature)) or _odd(places, span) > 1:
+    if not (loop := LOOP.search(span.feature)) or _odd(places, span) > 3:
         return text
     own, other = ("queries", "keys") if span.feature.startswith("j") else ("keys", "queries")
     does = "starts" if span.low is None else "ends"

@@ -11,15 +11,16 @@ import numpy as np
 
 from rawattn.check.diagnose.catalogue import partial_sums
 from rawattn.check.diagnose.catalogue.partial_sums import RIGHT, Results, merged
-from rawattn.check.diagnose.engine.attention import FORWARD, Bug, Context, Floats, contexts
+from rawattn.check.diagnose.engine.attention import Bug, Context, Floats, contexts
 from rawattn.check.diagnose.engine.question import BY_ROW, Answers, Question
 from rawattn.check.diagnose.inferred.sample import Sample
 
 FITS = 0.01  # of the squares of what is wrong may be left on the view that is looked at
+ROUNDED = 1e-12  # of them that may be rounding
 MOST = 6  # merges that are planted
 TENSORS = {
     "forward": {"out": "out", "lse": "lse"},
-    "jvp": {"out": "jvp out", "lse": "jvp lse", "tout": "tout", "e": "tlse"},
+    "jvp": {"out": "jvp out", "lse": "jvp lse", "e": "tlse", "tout": "tout"},
 }
 SUMS = {
     "forward": partial_sums.RESCALED,
@@ -29,6 +30,8 @@ SUMS = {
     ),
 }
 MERGED: dict[str, Iterable[str]] = {"out": partial_sums.WEIGHTS, "lse": partial_sums.LSES}
+MERGED |= {"e": partial_sums.WEIGHTS, "tout": partial_sums.TOUTS}
+SAID = {"out": "weights", "e": "weights of tlse"}
 WORDS = {"e": "the sum of P o E", "tout": "the sum of (P o E) V", "ptv": "the sum of P tV"}
 
 
@@ -42,13 +45,16 @@ def bugs(question: Question, answers: Answers, stage: str) -> list[Bug]:
         at = np.ix_(c.view.rows, c.view.heads)
         found = {of: sample.found[name][at].swapaxes(0, 1) for of, name in names.items()}
         found = {of: x[..., 0] if names[of] in BY_ROW else x for of, x in found.items()}
-        merges = _merges(c, found) if stage == "forward" else []
-        return [*_rescaled(stage, c, found), *merges]
+        return [*_rescaled(stage, c, found), *_merges(stage, c, found)]
     return []
 
 
+def _right(stage: str, c: Context) -> Results:
+    return Results(c.O, c.L, *((c.tL, c.tO) if stage == "jvp" else (c.L, c.O)))
+
+
 def _rescaled(stage: str, c: Context, found: dict[str, Floats]) -> Iterator[Bug]:
-    right = Results(c.O, c.L, *((c.tL, c.tO) if stage == "jvp" else (c.L, c.O)))
+    right = _right(stage, c)
     # rows that are right may have another loop
     same = {of: np.isclose(x, getattr(right, of), 1e-3, 1e-4) for of, x in found.items()}
     wrong = sum(_left(x, getattr(right, of)) for of, x in found.items())
@@ -70,25 +76,28 @@ def _rescaled(stage: str, c: Context, found: dict[str, Floats]) -> Iterator[Bug]
                 yield Bug("no-rescale", f"{said} {words}, {at}", (stage,), steps=planted)
 
 
-def _merges(c: Context, found: dict[str, Floats]) -> list[Bug]:
+def _merges(stage: str, c: Context, found: dict[str, Floats]) -> list[Bug]:
     """The merges that come nearest; where all parts have keys some are alike."""
     near: list[tuple[float, Bug]] = []
+    off = {of: _left(x, getattr(_right(stage, c), of)) for of, x in found.items()}
     for at, cut in partial_sums.splits(c.question).items():
-        parts, total = partial_sums.parts_of(c, cut), 0.0
-        forms = {of: [RIGHT] for of in MERGED}
+        parts, total = partial_sums.parts_of(c, cut), sum(off.values())
+        forms = {of: [RIGHT] for of in found}
         for of, x in found.items():
-            left = {form: _left(x, getattr(merged(parts, **{of: form}), of)) for form in MERGED[of]}
-            least = min(left.values())
-            if least < FITS * left[RIGHT]:
+            given = {"e": forms["e"][0]} if of == "tout" else {}
+            every = MERGED[of] if off[of] > ROUNDED else ()
+            left = {n: _left(x, getattr(merged(parts, **given | {of: n}), of)) for n in every}
+            least = min(left.values(), default=off[of])
+            if least < FITS * off[of]:
                 forms[of] = [form for form in left if left[form] <= 1.01 * least + 1e-12]
-            total += left[forms[of][0]]
+                total += least - off[of]
         for chosen in product(*forms.values()):
             wrong: Any = {of: form for of, form in zip(forms, chosen, strict=True) if form != RIGHT}
             if wrong:
-                planted = partial_sums.steps("forward", cut, partial(merged, **wrong))
-                said = [f"{of.replace('out', 'weights')} {form}" for of, form in wrong.items()]
+                planted = partial_sums.steps(stage, cut, partial(merged, **wrong))
+                said = [f"{SAID.get(of, of)} {form}" for of, form in wrong.items()]
                 form = "; ".join([*said, at])
-                near.append((total, Bug("partial-merge", form, FORWARD, steps=planted)))
+                near.append((total, Bug("partial-merge", form, (stage,), steps=planted)))
     return [bug for _, bug in sorted(near, key=lambda one: one[0])[:MOST]]
 
 

@@ -4,19 +4,23 @@ often it is there, whatever number that is."""
 
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
-from functools import partial
+from functools import lru_cache, partial
+from itertools import product
 
 import numpy as np
 
 from rawattn.check.diagnose.catalogue import first_order, second_order
+from rawattn.check.diagnose.catalogue.reading import of_view
 from rawattn.check.diagnose.catalogue.second_order import Term, by_given_out, of_one_pass
 from rawattn.check.diagnose.catalogue.sparse import selection
-from rawattn.check.diagnose.engine.attention import FORWARD, Bug
+from rawattn.check.diagnose.engine.attention import FORWARD, TILES, Bug, View, each, solve
 from rawattn.check.diagnose.engine.effort import spent
 from rawattn.check.diagnose.engine.question import Answers, Question, by_rows
-from rawattn.check.diagnose.engine.steps import LOG2_E, Step
+from rawattn.check.diagnose.engine.steps import LOG2_E, Context, Floats, Step, times
+from rawattn.check.diagnose.evidence.places import places_of
 from rawattn.check.diagnose.evidence.precision import finite
 from rawattn.check.diagnose.inferred.sample import Sample
+from rawattn.check.diagnose.read import contexts
 from rawattn.check.diagnose.read.fields import number
 
 NUMBERS = 20_000  # of a tensor that are looked at, about
@@ -34,30 +38,90 @@ def single(question: Question, answers: Answers, stage: str) -> list[Bug]:
 
 
 def bugs(question: Question, answers: Answers, stage: str) -> Iterator[Bug]:
-    """Of one pass of a double backward alone."""
+    """Of one pass of a double backward alone, or of the tangents of a jvp alone."""
     sample = Sample(question, answers, stage)
     if not sample.wrong:
         return
     first = bool({"ddout", "ddlse"} & sample.wrong.keys())
-    terms = second_order.terms(question, stage)
-    for bug in _alone(sample, [one._replace(of=partial(_of_pass, one, first)) for one in terms]):
-        words = f"in the {'first' if first else 'second'} pass alone"
-        yield replace(bug, variant=f"{bug.variant}, {words}")
-    yield from sample.near([_of_masks(question, first)], MOST, spent() + EFFORT)
+    if stage == "second":
+        terms = second_order.terms(question, stage)
+        of_pass = [one._replace(of=partial(_of_pass, one, first)) for one in terms]
+        for bug in _alone(sample, of_pass):
+            words = f"in the {'first' if first else 'second'} pass alone"
+            yield replace(bug, variant=f"{bug.variant}, {words}")
+    of_masks = _of_tangents(question) if stage == "jvp" else _of_masks(question, first)
+    yield from sample.near([of_masks], MOST, spent() + EFFORT)
 
 
 def _of_pass(term: Term, first: bool, factor: float) -> dict[str, Step]:
     return {**of_one_pass(Bug("", steps=term.of(factor)), first).steps}
 
 
-def _of_masks(question: Question, first: bool) -> Iterator[Bug]:
-    """Who sees whom in one pass alone."""
+def _listed(question: Question) -> Iterator[Bug]:
+    """Who sees whom: listed bugs, and no mask in the tiles that are visited."""
+    masked = question.mask_window != (-1, -1) and not question.sparse
+    sizes = sorted(product(TILES, TILES), key=lambda two: max(two) // min(two))
+    for tile, other in sizes[:13] if masked else ():  # square ones, and those twice as long
+        text = f"all keys of tiles of {tile} queries and {other} keys in which some are seen"
+        yield Bug("wrong-keys", text, see=each(_whole_tiles, tile, other))
     listed = selection.bugs(question) if question.sparse else first_order.bugs(question)
-    for bug in (b.at("second") for b in listed if b.see is not None and b.stages != FORWARD):
+    yield from (b for b in listed if b.see is not None and b.stages != FORWARD)
+
+
+def _whole_tiles(tile: int, other: int, _: Question, view: View) -> View:
+    seen = view.weight > 0
+    for axis, size in ((1, tile), (2, other)):
+        count = seen.shape[axis]
+        found = np.logical_or.reduceat(seen, np.arange(0, count, size), axis) if count else seen
+        seen = found.take(np.arange(count) // size, axis)
+    return replace(view, weight=seen.astype(np.float64))
+
+
+def _of_masks(question: Question, first: bool) -> Iterator[Bug]:
+    """Who sees whom in one pass alone, in the first one also in the products with E alone."""
+    for bug in (b.at("second") for b in _listed(question)):
         yield of_one_pass(bug, first)
         if first:
-            by_out = replace(bug, steps={**bug.steps, "tO": by_given_out})
+            by_out, of_E = (replace(bug, steps={**bug.steps, "tO": x}) for x in OF_E.values())
             yield from (of_one_pass(by_out, first), by_out)
+            yield of_one_pass(replace(of_E, variant=bug.variant + [*OF_E][1]), first)
+
+
+def _of_tangents(question: Question) -> Iterator[Bug]:
+    """Who sees whom in the tangents alone, whose P is exp(S - lse) with the right lse; that of rows
+    without keys may be there as it is, or a number."""
+    for bug in _listed(question):
+        for (more, step), none in product(OF_E.items(), (0.0, np.inf, -np.inf)):
+            softmax = partial(_by_right_lse, none)
+            steps: dict[str, Step] = {**bug.steps, "softmax": softmax, "O": _right_out, "tO": step}
+            yield Bug(bug.name, bug.variant + more, ("jvp",), bug.see, steps)
+
+
+def _by_right_lse(none: float, c: Context) -> tuple[Floats, Floats]:
+    right = of_view(c, "lse", _right(c.question)["lse"])
+    L = np.where(np.isneginf(right), none, right)[..., None]
+    return right, np.where(np.isneginf(c.S), 0.0, np.exp(c.S - L))
+
+
+def _right_out(c: Context) -> Floats:
+    return of_view(c, "out", _right(c.question)["out"])
+
+
+@lru_cache(maxsize=4)
+def _right(question: Question) -> Answers:
+    return solve(question, "forward")
+
+
+def _of_E_alone(c: Context) -> Floats:
+    """The tangent of out whose P tV is of the right pairs alone."""
+    right = c.P * contexts.of_view(c, places_of(c.question).rights)
+    return np.asarray(times(c.P * c.E, c.V) + times(right, c.tV) - c.e[..., None] * c.O)
+
+
+OF_E: dict[str, Step] = {
+    ", in the tangents alone": by_given_out,
+    ", in the products with E alone": _of_E_alone,
+}
 
 
 def _alone(sample: Sample, terms: Sequence[Term]) -> list[Bug]:

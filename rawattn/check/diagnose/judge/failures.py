@@ -125,7 +125,8 @@ def _explains(candidate: Candidate, diagnosis: Diagnosis, case: Case) -> bool:
 def _holds(candidate: Candidate, f: Finding, case: Case, lengths: Sequence[int]) -> bool:
     """Whether what was planted gives the numbers of another problem too, if it can be asked."""
     apart = case.lengths_q != case.lengths_k
-    other = with_lengths(small(case), (tuple(lengths), tuple(lengths[:: -1 if apart else 1])))
+    like = replace(small(case), direction=case.direction)
+    other = with_lengths(like, (tuple(lengths), tuple(lengths[:: -1 if apart else 1])))
     asked = question_of(candidate.fit(other), clean=True)
     return _gives(candidate, asked, f.planted, f.tensors) is not False
 

@@ -24,7 +24,7 @@ from rawattn.check.diagnose.evidence import precision as noise
 from rawattn.check.diagnose.evidence.precision import Fit, Precision, fit, ladder, relative_residual
 from rawattn.check.diagnose.evidence.structure import where
 from rawattn.check.diagnose.evidence.support import NO_RULE
-from rawattn.check.diagnose.inferred import inputs, online, terms, unwritten
+from rawattn.check.diagnose.inferred import inputs, online, row_numbers, terms, unwritten
 from rawattn.check.diagnose.inferred.sample import Sample, in_rows, is_wrong
 from rawattn.check.diagnose.read.name import UNREAD, Readings
 
@@ -77,7 +77,8 @@ def catalogue(question: Question, stage: str) -> tuple[Bug, ...]:
 
         wide = [bug.at(*bug.stages, stage) for bug in found if anywhere(bug)]
         alike = stage == "jvp" and second_order.lacking(question)  # to a direction that is ignored
-        found = [bug for bug in second_order.BUGS if not (alike and "tP" in bug.steps)] + wide
+        listed = (*second_order.BUGS, *second_order.instead(question))
+        found = [bug for bug in listed if not (alike and "tP" in bug.steps)] + wide
     return tuple(bug for bug in found if stage in bug.stages)
 
 
@@ -199,6 +200,9 @@ class Stage:
     def usual(self) -> list[Prediction]:
         """Predictions with each bug that is listed, that other stages have, or of one term."""
         more = terms.single(*self.asked) if self.stage != "forward" else []
+        with _searching():
+            of_rows = self.stage in BEYOND and not more
+            more += row_numbers.bugs(Sample(*self.asked)) if of_rows else ()
         with warnings.catch_warnings(action="ignore", category=SearchFailed):
             hinted = self.planted(self.hints)  # of problems that may have other heads
         return [*self.planted(self.worth), *hinted, *self.planted(more)]
@@ -214,9 +218,9 @@ class Stage:
 
     @cached_property
     def of_terms(self) -> list[Prediction]:
-        """Of a second derivative: what is in one of its two passes alone."""
+        """Beyond the first order: what is in one of two passes, or the tangents, alone."""
         found = list[Bug]()
-        if self.stage == "second" and (self.shown or not over(self.until)):
+        if self.stage in BEYOND and (self.shown or not over(self.until)):
             with _searching():
                 found += terms.bugs(*self.asked)
         return self.planted(found)

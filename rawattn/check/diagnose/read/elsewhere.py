@@ -52,7 +52,10 @@ def map_of_lse(read: Weights) -> tuple[maps.Map, float] | None:
     found[gone] = np.inf
     held = rows_of(np.where(rights, found, np.nan), noise)
     others = (seen != rights & ~gone[..., None])[told].any()
-    if others or held is None or not (np.abs(held - read.right.lse)[told] > noise).any():
+    if others or held is None:
+        return None
+    wrong = told & ~gone & (np.abs(held - read.right.lse) > noise)  # no rows alone that are lost
+    if not wrong.any():
         return None
     calls = [(np.where(np.isfinite(L), L, np.inf), at) for L, at in read.calls]
     return map_of(read.places.question, calls, held, noise)

@@ -1,0 +1,310 @@
+"""Numbers of rows that are others in a derivative: a row statistic (e, W, D), or how often a term
+has a row. Results are linear in each of them, so that they tell that number row by row; what it is
+in place of the right one, is told of all rows at once. Long by the ways of reading them."""
+
+import math
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from functools import lru_cache, partial
+from itertools import product
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from rawattn.check.diagnose.catalogue import maps
+from rawattn.check.diagnose.catalogue.reading import of_view
+from rawattn.check.diagnose.catalogue.second_order import at, with_values
+from rawattn.check.diagnose.engine.attention import (
+    PROGRAMS,
+    RESULTS,
+    TILES,
+    Bug,
+    Same,
+    contexts,
+    run_steps,
+    sequences,
+)
+from rawattn.check.diagnose.engine.question import (
+    BY_ROW,
+    OF_KEYS,
+    OF_SLOTS,
+    Answers,
+    Question,
+    by_rows,
+)
+from rawattn.check.diagnose.engine.steps import (
+    SCORES,
+    STEPS,
+    Context,
+    Floats,
+    Step,
+    changed,
+    row_max,
+)
+from rawattn.check.diagnose.evidence.precision import finite
+from rawattn.check.diagnose.evidence.structure import where
+from rawattn.check.diagnose.inferred.sample import Sample
+from rawattn.check.diagnose.inferred.terms import CLEAR, CLOSE
+from rawattn.check.diagnose.read.fields import sum_in_words, sums_of
+from rawattn.check.diagnose.read.terms import of_columns
+
+LEAST = 1e-3  # of what numbers are known by in most rows: where it is less they are not known
+MOST_ROWS = 400  # of all heads, of which a result of keys is a sum
+SOLVED = 3.0  # times as much may be left of numbers that are solved for together
+OF_KEYS_ALONE = ("K", "V", "tK", "tV")  # have no rows of queries
+QUANTITIES: dict[str, Step] = {  # (heads, n) of a context that a number may hold; of jvp the last
+    **{"W": lambda c: c.w, "D": lambda c: c.D, "dlse": lambda c: c.dL + 0 * c.e},
+    **{"e": lambda c: c.e, "lse": lambda c: c.L, "row_max": row_max},
+    "row_sum": lambda c: np.exp(c.L - row_max(c)),
+    "1 / row_sum": lambda c: np.exp(row_max(c) - c.L),
+    "": lambda c: np.ones(c.S.shape[:2]),
+}
+SUMMED: dict[str, Step] = {  # what they are sums of, (heads, n, columns)
+    "dout . ddout": lambda c: c.dO * c.tO,
+    "dout . out": lambda c: c.dO * c.O,
+}
+OF = {"W": ("second-w-omitted", "dout . ddout"), "D": ("delta-of-another-out", "dout . out")}
+OF |= {"e": ("tangent-e-omitted", ""), "": ("second-term-dropped", "")}
+KEPT = {"of its head": 0, "of all heads": 1, "of all heads and sequences": 2}
+
+
+@dataclass(frozen=True)
+class Rows:
+    """Those of a stage of a question, (num_heads_q, total_q) or with columns too."""
+
+    question: Question
+    given: Same | None
+    stage: str
+
+    @lru_cache(maxsize=32)  # noqa: B019
+    def of(self, name: str) -> Floats:
+        """One of QUANTITIES, or what one is a sum of."""
+        found: Floats | None = None
+        step = QUANTITIES[name] if name in QUANTITIES else SUMMED[name]
+        for c in contexts(self.question, self.stage, self.given):
+            x = finite(step(c))
+            shape = (*self.question.q.shape[1::-1], *x.shape[2:])
+            found = np.zeros(shape) if found is None else found
+            found[c.view.heads[:, None], c.view.rows] = x
+        return np.zeros(self.question.q.shape[1::-1]) if found is None else found
+
+    def summed(self, often: Mapping[str, float]) -> Floats:
+        return np.asarray(sum((x * self.of(n) for n, x in often.items()), 0.0 * self.of("")))
+
+    def of_columns(self, name: str, often: Floats) -> Floats:
+        return np.asarray(self.of(name) @ often)
+
+    def moved(self, name: str, by: maps.Map) -> Floats:
+        return by.moved(maps.geometry(self.question, "lse"), self.of(name))
+
+    def kept(self, name: str, tile: int, every: int) -> Floats:
+        """Sums that are cleared for every head (0), every sequence (1), or never (2)."""
+        found, held = self.of(name).copy(), np.zeros(tile)
+        for _, rows, _ in sequences(self.question):
+            held *= every > 1
+            for head in range(len(found)):
+                held *= every > 0
+                for start in range(0, len(rows), tile):
+                    here = rows[start : start + tile]
+                    found[head, here] += held[: len(here)]
+                    held[: len(here)] = found[head, here]
+        return found
+
+
+Numbers = Callable[[Rows], Floats]  # (num_heads_q, total_q)
+
+
+class Number(NamedTuple):
+    """One of each row, which is ``right`` of QUANTITIES; adding: with so much more in it."""
+
+    text: str
+    right: str
+    adding: Callable[[Step], Mapping[str, Step]]
+
+
+def _e_of(sites: str, more: Step) -> dict[str, Step]:
+    return at(sites.split(", "), tP=lambda c: c.P * (c.E - (c.e + more(c))[..., None]))
+
+
+def _more_of(step: str, more: Step) -> dict[str, Step]:
+    return {step: lambda c: STEPS[step](c) + more(c)}
+
+
+def _D_of(step: str, more: Step) -> dict[str, Step]:
+    return {step: with_values(step, D=lambda c: c.D + more(c))}
+
+
+def _often(steps: str, of: str, more: Step) -> dict[str, Step]:
+    """An operand that no other term of these steps has; tP of tO is that of P o E."""
+
+    def many(c: Context) -> Floats:
+        x = c.P * c.E if (steps, of) == ("tO", "tP") else getattr(c, of)
+        return np.asarray(getattr(c, of) + x * more(c)[..., None])
+
+    return {step: with_values(step, **{of: many}) for step in steps.split()}
+
+
+NUMBERS = {
+    "second": (
+        Number("e", "e", partial(_more_of, "e")),
+        Number("e of the second pass", "e", partial(_e_of, "dS', gv")),
+        *(Number(f"e in {x}", "e", partial(_e_of, x)) for x in ("dS'", "gv", "ddout, W", "ddout")),
+        Number("ddlse", "e", partial(_more_of, "tL")),
+        Number("W", "W", partial(_more_of, "w")),
+        Number("D", "D", partial(_more_of, "D")),
+        *(Number(f"D in {x}", "D", partial(_D_of, y)) for x, y in (("dS'", "tdS"), ("dS", "dS"))),
+        Number("how often P ddv is in ddout", "", partial(_often, "tO", "P")),
+        Number("how often (P o E) v is in ddout", "", partial(_often, "tO", "tP")),
+        Number("how often dS' is in gq and gk", "", partial(_often, "gQ gK", "tdY")),
+        Number("how often dS is in gq and gk", "", partial(_often, "gQ gK", "dY")),
+        Number("how often P' is in gv", "", partial(_often, "gV", "tP")),
+    ),
+    "jvp": (
+        Number("e", "e", partial(_more_of, "e")),
+        Number("e in tout", "e", partial(_e_of, "ddout")),
+        Number("tlse", "e", partial(_more_of, "tL")),
+        Number("how often P tv is in tout", "", partial(_often, "tO", "P")),
+        Number("how often (P o E) v is in tout", "", partial(_often, "tO", "tP")),
+    ),
+}
+
+
+class Read(NamedTuple):
+    """What was read of some numbers (num_heads_q, total_q), those that are ``known``: how much more
+    they are than they must be, and what rounding leaves of one."""
+
+    known: np.ndarray
+    added: Floats
+    noise: Floats
+
+
+def bugs(sample: Sample) -> Iterator[Bug]:
+    """One of each number that alone may make a wrong result what it is."""
+    given = None if sample.given is None else Same(sample.given)
+    rows = Rows(sample.question, given, sample.stage)
+    for number in NUMBERS[sample.stage] if sample.wrong else ():
+        steps = number.adding(QUANTITIES[""])
+        one = sample.planted(Bug("", stages=(sample.stage,), steps=steps))
+        moved = {n for n, x in sample.truth.items() if not np.array_equal(one[n], x)} - {*OF_SLOTS}
+        told = sorted(moved & sample.wrong.keys(), key=lambda n: (n in OF_KEYS, n in BY_ROW))
+        if told and moved - {*OF_KEYS, "gq"} <= sample.wrong.keys():  # these have kernels apart
+            of_keys = told[0] in OF_KEYS
+            by = _of_keys(sample, told[0], steps) if of_keys else _of_rows(sample, told[0], one)
+            yield from _told(rows, number, by) if by else ()
+
+
+def _of_rows(sample: Sample, tensor: str, one: Answers) -> Read | None:
+    """What a result of rows tells, if it is right but for the number of each."""
+    found, right = sample.found[tensor], by_rows(tensor, sample.truth[tensor])
+    inside = (sample.question.sequence_of(tensor) >= 0)[:, None, None]
+    there, more = np.isfinite(found + right) & inside, finite(by_rows(tensor, one[tensor]))
+    due, by = (np.where(there, x - right, 0.0) for x in (found, more))
+    allowed, size = _allowed(sample, tensor, right, due), (by * by).sum(axis=2)
+    known = np.sqrt(size) > LEAST * np.sqrt(size.mean())
+    size = np.where(known, size, 1.0)
+    added = np.where(known, (due * by).sum(axis=2) / size, 0.0)
+    if np.linalg.norm(due - added[..., None] * by) > allowed:
+        return None
+    return Read(known.T, added.T, (allowed / np.sqrt(known.sum() * size)).T)
+
+
+def _of_keys(sample: Sample, tensor: str, steps: Mapping[str, Step]) -> Read | None:
+    """What a result of keys tells, a sum over all rows of a view, if it is right but for these."""
+    read = Read(
+        *(np.zeros(sample.question.q.shape[1::-1], dtype) for dtype in (bool, float, float))
+    )
+    views = contexts(sample.question, sample.stage, sample.given)
+    for c in sorted(views, key=lambda c: not sample.has(c.view)):
+        at, count = (c.view.keys, c.view.head_kv), math.prod(c.S.shape[:2])
+        right = by_rows(tensor, sample.truth[tensor])[at]
+        due = (sample.found[tensor][at] - right).ravel()
+        whole = np.isfinite(due).all() and c.view.lists is None
+        if not whole or c.sink is not None or count > min(MOST_ROWS, due.size):
+            return None
+        by = _apart(c, sample.stage, tensor, steps).reshape(count, -1).T
+        size = np.linalg.norm(by, axis=0)
+        known = size > LEAST * np.sqrt((size**2).mean())
+        size = np.where(known, size, 1.0)
+        x = np.where(known, np.linalg.lstsq(by / size, due, rcond=1e-9)[0] / size, 0.0)
+        allowed = _allowed(sample, tensor, right, due)
+        if np.linalg.norm(by @ x - due) > allowed:
+            return None
+        for of_all, of in zip(read, (known, x, SOLVED * allowed / size), strict=True):
+            of_all[c.view.heads[:, None], c.view.rows] = of.reshape(c.S.shape[:2])
+    return read
+
+
+def _allowed(sample: Sample, tensor: str, right: Floats, due: Floats) -> float:
+    """What may be left of what is off; nothing where rounding leaves too much of it."""
+    off, size = (float(np.linalg.norm(finite(x))) for x in (due, right))
+    rounded = sample.wrong[tensor] * size
+    clear = off <= rounded or max(rounded, CLOSE * off) ** 2 <= CLEAR * off**2
+    return max(rounded, CLOSE * off) if clear else 0.0
+
+
+def _apart(c: Context, stage: str, tensor: str, steps: Mapping[str, Step]) -> Floats:
+    """What each row adds to a result of keys with these steps, less what it must, (rows, m, d): as
+    if every row were a head of its own."""
+    c = changed(c, W=np.broadcast_to(c.W, c.S.shape))
+    found = []
+
+    def split(x: Any) -> Any:
+        if isinstance(x, tuple):
+            return tuple(map(split, x))
+        of_rows = isinstance(x, np.ndarray) and x.shape[:2] == c.S.shape[:2]
+        return x.reshape(-1, 1, *x.shape[2:]) if of_rows else x
+
+    for planted in (steps, {}):
+        each = changed(c, **{n: x if n in OF_KEYS_ALONE else split(x) for n, x in vars(c).items()})
+        run_steps(each, PROGRAMS[stage][len(SCORES) :], Bug("", steps=planted))
+        found.append(np.asarray(getattr(each, RESULTS[stage][tensor])))
+    return np.asarray(found[0] - found[1])
+
+
+def _told(rows: Rows, number: Number, read: Read) -> Iterator[Bug]:
+    """What the number of each row is in place of the right one."""
+    right, known, every = number.right, read.known, rows.of(number.right) + read.added
+    x, unit = every[known], read.noise[known]
+    close = (f for f in _forms(rows, right, known, x, unit) if _near(x, f[2](rows)[known], unit))
+    name, text, of = next(close, ("", "", lambda _: every))
+    if not name and number.text not in BY_ROW:
+        off = known & (abs(read.added) > CLOSE * abs(read.added).max())
+        what = f"{every[off].mean():.3g}" if np.ptp(every[off]) < 1e-3 else "other numbers"
+        places = "; ".join(where(rows.question, "lse", off.T, known.T))
+        name, text = "unknown", f"{what}, not {right or 1}, {places}"
+
+    def more(c: Context) -> Floats:
+        here = Rows(c.question, c.given, rows.stage)
+        return of_view(c, "lse", of(here) - here.of(right))
+
+    if name:
+        yield Bug(name, f"{number.text} holds {text}", (rows.stage,), steps=number.adding(more))
+
+
+def _near(x: Floats, due: Floats, unit: Floats) -> bool:
+    return bool(np.mean(((x - due) / unit) ** 2) <= 1)
+
+
+def _forms(
+    rows: Rows, right: str, known: np.ndarray, x: Floats, unit: Floats
+) -> Iterator[tuple[str, str, Numbers]]:
+    """What numbers may be in place of the right ones: sums of two others, or of some columns, those
+    of other places, and sums that go on from one tile of queries to the next."""
+    name, product_of = OF[right]
+    names = [*QUANTITIES][3 if rows.stage == "jvp" else 0 :]
+    basis = {n: rows.of(n)[known] / unit for n in names}
+    for by in sums_of({n: of for n, of in basis.items() if of.any()}, x / unit, 2):
+        kind = "not-normalised" if "row_sum" in by and not right else name
+        yield kind, sum_in_words(by), partial(Rows.summed, often=by)
+    if product_of and len(x) > 2 * rows.question.v.shape[2]:
+        columns = rows.of(product_of)[known] / unit[:, None]
+        often = np.linalg.lstsq(columns, x / unit, rcond=1e-9)[0]
+        text = f"{product_of} {of_columns(often)[0]}"
+        yield name, text, partial(Rows.of_columns, name=product_of, often=often)
+    for by_map in maps.families(rows.question, True) if right else ():
+        text = f"that of other rows: {by_map.words}"
+        yield "statistics-misplaced", text, partial(Rows.moved, name=right, by=by_map)
+    for tile, (words, every) in product(TILES, KEPT.items()) if right else ():
+        text = f"the sums of the tiles of {tile} queries before too, {words}"
+        of = partial(Rows.kept, name=right, tile=tile, every=every)
+        yield "accumulator-not-reset", text, of
