@@ -16,7 +16,8 @@ from rawattn.check.diagnose.engine.question import BY_ROW, Answers, Question
 from rawattn.check.diagnose.inferred.sample import Sample
 
 FITS = 0.01  # of the squares of what is wrong may be left on the view that is looked at
-MOST = 6  # merges that are planted
+MOST, ALIKE = 6, 60  # merges that are planted, and of which the nearest of all rows are chosen
+SAME = 1e-9  # of squares: what leaves as much is alike
 TENSORS = {
     "forward": {"out": "out", "lse": "lse"},
     "jvp": {"out": "jvp out", "lse": "jvp lse", "tout": "tout", "e": "tlse"},
@@ -42,7 +43,7 @@ def bugs(question: Question, answers: Answers, stage: str) -> list[Bug]:
         at = np.ix_(c.view.rows, c.view.heads)
         found = {of: sample.found[name][at].swapaxes(0, 1) for of, name in names.items()}
         found = {of: x[..., 0] if names[of] in BY_ROW else x for of, x in found.items()}
-        merges = _merges(c, found) if stage == "forward" else []
+        merges = _merges(sample, c, found) if stage == "forward" else []
         return [*_rescaled(stage, c, found), *merges]
     return []
 
@@ -70,7 +71,7 @@ def _rescaled(stage: str, c: Context, found: dict[str, Floats]) -> Iterator[Bug]
                 yield Bug("no-rescale", f"{said} {words}, {at}", (stage,), steps=planted)
 
 
-def _merges(c: Context, found: dict[str, Floats]) -> list[Bug]:
+def _merges(sample: Sample, c: Context, found: dict[str, Floats]) -> list[Bug]:
     """The merges that come nearest; where all parts have keys some are alike."""
     near: list[tuple[float, Bug]] = []
     for at, cut in partial_sums.splits(c.question).items():
@@ -89,7 +90,17 @@ def _merges(c: Context, found: dict[str, Floats]) -> list[Bug]:
                 said = [f"{of.replace('out', 'weights')} {form}" for of, form in wrong.items()]
                 form = "; ".join([*said, at])
                 near.append((total, Bug("partial-merge", form, FORWARD, steps=planted)))
-    return [bug for _, bug in sorted(near, key=lambda one: one[0])[:MOST]]
+    near.sort(key=lambda one: one[0])
+    alike = [bug for total, bug in near[:ALIKE] if total <= near[0][0] + SAME]
+    if len(alike) <= MOST:
+        return [bug for _, bug in near[:MOST]]
+
+    def of_all(bug: Bug) -> float:
+        """What it leaves of all views, as most splits of few keys are the same."""
+        planted = sample.planted(bug)
+        return sum(sample.of_all(name, planted[name]) for name in sample.wrong)
+
+    return sorted(alike, key=of_all)[:MOST]
 
 
 def _left(found: Floats, wanted: Floats, but: Floats | bool = False) -> float:

@@ -41,6 +41,7 @@ SURE, COARSE = ("high", "medium"), "narrow-intermediate"
 FURTHER = ((21, 3, 48, 0, 38), (70, 9, 32))  # lengths of what is asked once more
 UNUSED: dict[str, Any] = {"seqused_k": None, "sinks": False, "softcap": None, "causal": False}
 UNUSED |= {"window": (-1, -1), "own": False, "gate": False, "counts": False}
+FORMS = 12  # of a bug that look the same, of which one may hold on further problems
 LEAST = 3  # kinds of cases that are made smaller
 OFFSETS = ("cu_seqlens_q", "cu_seqlens_k")
 OPTIONAL = ("sinks", "tsinks", "seqused_k")
@@ -98,6 +99,10 @@ def _asked_once_more(candidate: Candidate, f: Finding, case: Case) -> Finding:
     of an option."""
     asked = f.side == SIDE and f.confidence == "high"
     if asked and (lacks := [*_lacking(candidate, f, case)]):
+        others = (f.worded(form) for form in [*f.forms][:FORMS] if form != f.form)
+        holding = (one for one in others if not any(_lacking(candidate, one, case)))
+        if (other := next(holding, None)) is not None:
+            return other
         told = f"it does not give the numbers of other problems: {', '.join(lacks)}"
         f = replace(f, confidence="medium", evidence=(*f.evidence[:1], told, *f.evidence[1:]))
     return f

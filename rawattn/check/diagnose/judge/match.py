@@ -381,10 +381,10 @@ class StageVerdict:
             found.setdefault(one.tensors, {}).setdefault(one.name, one)
         return found
 
-    def forms(self, name: str, tensors: tuple[str, ...]) -> list[str]:
+    def forms(self, name: str, tensors: tuple[str, ...]) -> dict[str, Bug]:
         """Of a class all that fit these tensors, the best fit first."""
         fitting = [one for one in self.explained if (one.name, one.tensors) == (name, tensors)]
-        return [one.prediction.bug.variant for one in fitting]
+        return {one.prediction.bug.variant: one.prediction.bug for one in fitting}
 
     @property
     def left(self) -> tuple[int, int]:

@@ -73,6 +73,10 @@ def _uncut(free: Callable[[Ints, Ints], Any]) -> Change:
     return change
 
 
+def _is_own(x: Lists) -> Ints:
+    return np.asarray((x.named == x.own_block) & x.question.causal)
+
+
 def _in_32_bits(x: Lists) -> Ints:
     """Blocks by their first key, as an integer of so many bits."""
     return np.asarray(((x.named * x.size + 2**31) % 2**32 - 2**31) // x.size)
@@ -121,6 +125,7 @@ TABLE: tuple[Row, ...] = (
     (CUT, "at the first that is no block of the sequence", _ending(lambda x: ~x.is_block)),
     (CUT, "blocks behind the own", _only(lambda x: x.counted & (x.named <= x.own_block))),
     (CUT, "at the first repeat", _ending(lambda x: x.number > 0)),
+    (CUT, "an own block that is named, where causal", _only(lambda x: x.counted & ~_is_own(x))),
     (OPEN, "in the block around the query", _uncut(lambda slot, own: slot & own)),
     (OPEN, "everywhere, the own block too", _uncut(lambda slot, own: True)),
 )

@@ -101,6 +101,7 @@ def splits(question: Question) -> dict[str, Callable[[Context], list[Ints]]]:
     parted: dict[str, Callable[[Context], list[Ints]]] = {
         words: partial(_parts, part) for part, words in found.items() if any(part)
     }
+    parted["the own block and the rest"] = _own_and_rest
     for (words, order), size, rest in product(ORDERS.items(), (1, 2, 4), (False, True)):
         text = f"{size} blocks and the rest" if rest else f"parts of {size} blocks"
         parted[f"{text}, {words}"] = partial(_parted, order, size, rest)
@@ -116,6 +117,15 @@ def _parts(part: tuple[int, ...], c: Context) -> list[Ints]:
         return [c.W > 0]
     of = np.array(part)[np.where(c.view.slot < 0, len(part) - 1, c.view.slot)]
     return [(c.W > 0) & (of == number) for number in range(max(part) + 1)]
+
+
+def _own_and_rest(c: Context) -> list[Ints]:
+    """Pairs of the own block, whether a slot names it or not, and all others."""
+    if c.view.lists is None:
+        return [c.W > 0]
+    block = (c.view.keys - c.question.cu_seqlens_k[c.view.sequence]) // c.question.block_size
+    own = c.view.lists.own_block[c.view.rows, 0] == block
+    return [(c.W > 0) & own, (c.W > 0) & ~own]
 
 
 def bugs(question: Question, wrong: Collection[str]) -> Iterator[Bug]:
