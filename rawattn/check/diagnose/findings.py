@@ -37,8 +37,9 @@ class Finding:
     planted in the reference gives the same numbers down to rounding, and no other one does),
     "medium", "low". evidence: what says most first. ``alternatives`` would look the same on this
     data. form: of the bug that was planted, None where none was; forms: those of its class that
-    look the same here, with what was planted of each. sight: whom the queries see with it. ``cases`` show it. least: all that is
-    wrong on the smallest problem that fails. planted: bugs that give the same numbers, by stage."""
+    look the same here, with what was planted of each. sight: whom the queries see with it.
+    ``cases`` show it. least: all that is wrong on the smallest problem that fails. planted: bugs
+    that give the same numbers, by stage."""
 
     side: str
     bug: str

@@ -24,7 +24,7 @@ from rawattn.check.diagnose.evidence.support import NO_RULE
 from rawattn.check.diagnose.findings import CONFIDENCE, NAMELESS, Diagnosis, Finding, of_sides
 from rawattn.check.diagnose.judge.diagnosis import diagnose, sizes_of
 from rawattn.check.diagnose.judge.least import Asker, least, of_stage, with_lengths
-from rawattn.check.diagnose.judge.match import LOOSE
+from rawattn.check.diagnose.judge.match import LOOSE, catalogue
 from rawattn.check.diagnose.judge.proofs import finding, reference_of
 from rawattn.check.diagnose.judge.traps import ARRAYS, of_traps
 from rawattn.check.diagnose.judge.whole import costs_of
@@ -99,13 +99,27 @@ def _asked_once_more(candidate: Candidate, f: Finding, case: Case) -> Finding:
     of an option."""
     asked = f.side == SIDE and f.confidence == "high"
     if asked and (lacks := [*_lacking(candidate, f, case)]):
-        others = (f.worded(form) for form in [*f.forms][:FORMS] if form != f.form)
-        holding = (one for one in others if not any(_lacking(candidate, one, case)))
-        if (other := next(holding, None)) is not None:
-            return other
+        for one in _others(candidate, f, case):
+            if not any(_lacking(candidate, one, case)):
+                return one
         told = f"it does not give the numbers of other problems: {', '.join(lacks)}"
         f = replace(f, confidence="medium", evidence=(*f.evidence[:1], told, *f.evidence[1:]))
     return f
+
+
+def _others(candidate: Candidate, f: Finding, case: Case) -> Iterator[Finding]:
+    """The same finding in other forms that ``case`` leaves, and so does its small problem."""
+    asked = question_of(candidate.fit(small(case)), clean=True)
+    forms: dict[str, dict[str, Bug]] = {}
+    for stage in f.planted:
+        for bug in (bug for bug in catalogue(asked, stage) if bug.name == f.bug):
+            forms.setdefault(bug.variant, {})[stage] = bug
+    whole = {form: bugs for form, bugs in forms.items() if bugs.keys() == f.planted.keys()}
+    of_class = replace(f, forms={**f.forms, **whole})
+    for form in [form for form in of_class.forms if form != f.form][:FORMS]:
+        one = of_class.worded(form)
+        if _gives(candidate, asked, one.planted, f.tensors) is not False:
+            yield one
 
 
 def _lacking(candidate: Candidate, f: Finding, case: Case) -> Iterator[str]:

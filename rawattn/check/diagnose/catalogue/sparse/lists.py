@@ -98,7 +98,7 @@ def _union(size: int, x: Lists) -> Lists:
 
 MISSING, TWICE, CUT = "sparse-own-block-missing", "sparse-duplicate-twice", "sparse-list-cut"
 READ, OPEN, COUNTS = "sparse-padding-read", "sparse-not-causal", "sparse-counts-ignored"
-MISREAD, PLACE = "sparse-lists-misread", "sparse-other-place"
+MISREAD, PLACE, UNION = "sparse-lists-misread", "sparse-other-place", "sparse-tile-union"
 TABLE: tuple[Row, ...] = (
     (OPEN, "everywhere", _uncut(lambda slot, own: slot)),
     (OPEN, "in the own block", _uncut(lambda slot, own: own)),
@@ -144,7 +144,7 @@ def rows(question: Question) -> Iterator[Row]:
             change = partial(of_heads, of, factors)
             yield ("sparse-other-heads-selection", f"{words}{own}", change)
     for size in (size for size in TILES if size < 2 * max(question.lengths_q, default=0)):
-        yield ("sparse-tile-union", f"of {size} queries", partial(_union, size))
+        yield (UNION, f"of {size} queries", partial(_union, size))
 
 
 def of_heads(of: Ints, factors: Ints, x: Lists) -> Lists:
