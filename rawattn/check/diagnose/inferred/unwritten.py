@@ -2,13 +2,14 @@
 or without keys, where all else is right: whose they are, or that rows without keys make them."""
 
 from collections.abc import Iterator
+from itertools import product
 
 import numpy as np
 
 from rawattn.check.diagnose.catalogue.tiles import dead, of_late
-from rawattn.check.diagnose.engine.attention import Bug, Store, sequences, solve
+from rawattn.check.diagnose.engine.attention import TILES, Bug, Store, sequences, solve
 from rawattn.check.diagnose.engine.question import OF_KEYS, STAGES, Answers, Question, by_rows
-from rawattn.check.diagnose.evidence.precision import finite, rows_off
+from rawattn.check.diagnose.evidence.precision import eps_of, finite, rows_off
 from rawattn.check.diagnose.evidence.structure import where
 from rawattn.check.diagnose.inferred.sample import Sample, in_rows
 
@@ -36,10 +37,12 @@ def bugs(question: Question, answers: Answers, stage: str) -> Iterator[Bug]:
     if found := {name: of for name, of in rows.items() if of.any()}:
         source = _of_no_keys(question, found)
         elsewhere = any((of & ~none[name]).any() for name, of in found.items())
-        text = source or _in_words(sample, found) + "; all else is right" * elsewhere
+        of_dead = not elsewhere and not {*found} & {*OF_KEYS}
+        said = _without_keys if of_dead else _in_words
+        text = source or said(sample, found) + "; all else is right" * elsewhere
         due = (finite(by_rows(name, sample.truth[name]))[of] for name, of in found.items())
         of_zeros = "rows-not-written" if {*found} <= {*OF_KEYS} else "dead-rows"  # 0, or -inf
-        name = "dead-rows" if source else "unknown" if any(x.any() for x in due) else of_zeros
+        name = "dead-rows" if source or of_dead else "unknown" if any(x.any() for x in due) else of_zeros
         yield Bug(name, text, (stage,), store=_held(found, answers))
     of = next((of for name, of in rows.items() if name not in OF_KEYS), np.zeros(0))
     if of.any() and not question.sparse:
@@ -110,6 +113,61 @@ def _whole_sequences(question: Question, found: Found) -> bool:
 
 def _held(rows: Found, held: Answers) -> Store:
     return lambda _, answers: in_rows(rows, held, answers)
+
+
+def _without_keys(sample: Sample, found: Found) -> str:
+    """What rows hold that see no key, and which of them."""
+    q, texts = sample.question, []
+    nothing, of = dead(q), None
+    for name, rows in sorted(found.items(), reverse=True):  # out before lse
+        x, due = sample.found[name][rows], by_rows(name, sample.truth[name])[rows]
+        number = f"{x.flat[0]:g}" if (x == x.flat[0]).all() else "another number"
+        if name == "out" and (mean := _mean_of(sample, rows)) is not None:
+            number, of = mean
+        elif of is not None and name == "lse" and len(of) == len(x) and np.isfinite(x).all():
+            fill = x[:, 0] - np.log(of)  # in the dtype of lse, whose steps grow with it
+            if np.ptp(fill) <= 4 * eps_of(q.q) * np.abs(fill).max(initial=1.0):
+                number = f"{fill.mean():.4g} + log of their number (masked scores are not -inf)"
+        number += ", not the sink" * (q.sinks is not None and bool(np.isfinite(due).all()))
+        whose = _of_tiles(q, rows, nothing) or ", ".join(where(q, name, rows))
+        texts.append(f"{name} is {number}" + f" ({whose})" * bool((rows != nothing).any()))
+    return f"there {'; '.join(texts)}"
+
+
+def _of_tiles(question: Question, rows: Rows, nothing: Rows) -> str:
+    """Rows without keys by whether others of their tile of queries see some."""
+    at, sequence = question.place_of("q"), question.sequence_of("q")
+    for t in TILES:
+        same = (at[:, None] // t == at // t) & (sequence[:, None] == sequence)
+        alone = ~(same @ ~nothing)
+        for words, of in (("no query", alone), ("some query", ~alone)):
+            if np.array_equal(nothing & of, rows):
+                return f"in tiles of {t} queries of which {words} sees a key"
+    return ""
+
+
+def _mean_of(sample: Sample, rows: Rows) -> tuple[str, np.ndarray] | None:
+    """Of which keys rows (tokens, heads) of out are the mean of v, in words, and how many: all of
+    the sequence, its first ones, or these and zeros up to the end of a tile."""
+    q, taken = sample.question, []
+    sums = np.cumsum(np.pad(finite(q.v.astype(np.float64)), ((1, 0), (0, 0), (0, 0))), axis=0)
+    for token, head in np.argwhere(rows):
+        b, x = q.sequence_of("q")[token], sample.found["out"][token, head]
+        first, m = int(q.cu_seqlens_k[b]), q.lengths_k[b]
+        for stop, t in product((m, *range(TILES[0], m, TILES[0])), (1, *TILES)):
+            count = max(-(-stop // t) * t, 1)
+            mean = (sums[first + stop] - sums[first])[head // q.group] / count
+            if np.abs(x - mean).max() <= 16 * eps_of(q.q) * np.abs(mean).max():
+                taken.append((stop, count, m))
+                break
+        else:
+            return None
+    stops, counts, lengths = np.array(taken).T
+    told = f"the first {', '.join(map(str, np.unique(stops)))} keys"
+    told = "all keys of their sequence" if (stops == lengths).all() else told
+    zeros = ", ".join(map(str, np.unique(counts)))
+    told += f" and zeros, {zeros} rows in all" * bool((counts > stops).any())
+    return f"the mean of v of {told}, none of which they may see", counts
 
 
 def _in_words(sample: Sample, found: Found) -> str:
