@@ -103,7 +103,8 @@ def _read(question: Question, stage: str, wrong: Names, right: Names, b: int) ->
         least = {("k", "v"): 1} | dict.fromkeys(DIRECTIONS[:3], TILES[0])
         of_tiles = maps.rows(question, least[names]) if names in least else ()
         of_keys = maps.heads_of_keys(question) if {*names} <= {*OF_KEYS} else ()
-        for by in [*by_kind[numbers], *of_tiles, *of_keys]:
+        strides = () if numbers or len(names) > 1 else maps.strides(question)
+        for by in [*by_kind[numbers], *of_tiles, *of_keys, *strides]:
             if by.family == "heads" and len(names) > 1 and not numbers:
                 continue
             kind, steps = _kind(names, by), reading.reading({name: name for name in names}, by)

@@ -249,10 +249,40 @@ def other_heads(own: Ints, count: int, group: int) -> dict[str, Ints]:
 
 def heads_of_keys(question: Question) -> Iterator[Map]:
     """The same row of keys of other heads: of one for every query head."""
-    h = np.arange(question.num_heads_q)[None, :, None]
-    if question.group > 1 and question.num_heads_kv > 1:
+    h, q = np.arange(question.num_heads_q)[None, :, None], question
+    if q.group > 1 and q.num_heads_kv > 1:
         by_remainder = partial(_heads, lambda own, count, group: h % count)
         yield Map("heads of keys", "head h % num_heads_kv", by_remainder)
+    if q.group > 1:
+        words = "head h, not h // group, in memory: of later tokens from num_heads_kv on"
+        yield Map("heads of keys", words, partial(_strided, (0, 0), h, True, True))
+
+
+def strides(question: Question) -> Iterator[Map]:
+    """Arrays read at the strides of others, of tokens, of heads, or of both; 0 for their own."""
+    q, found = question, dict[tuple[int, int], str]()
+    shapes = {"k": q.k.shape, "v": q.v.shape, "q": q.q.shape}
+    shapes["out"] = *q.q.shape[:2], q.v.shape[2]
+    for name, (_, heads, width) in shapes.items():
+        for words, steps in (("tokens", (1, 0)), ("heads", (0, 1)), ("tokens and heads", (1, 1))):
+            key = steps[0] * heads * width, steps[1] * width
+            found.setdefault(key, f"{words} as far apart as those of {name}")
+    of_each = {x[1:] for x in shapes.values()}
+    for by, whole, again in itertools.product(found, (False, True), (True, False)):
+        words = found[by] + ", within each sequence" * (not whole)
+        if len(of_each) > 1:
+            yield Map("strides", words, partial(_strided, by, None, whole, again))
+
+
+def _strided(by: tuple[int, int], head: Ints | None, whole: bool, again: bool, g: Geometry) -> At:
+    """Rows at other strides of tokens and heads, from the start of the array or, unless ``whole``,
+    of the sequence on; ``again``: behind its end memory starts again, else there is nothing."""
+    own = g.shape[1] * g.shape[2]
+    start = 0 * g.row.start if whole else g.row.start
+    place = start * own + (g.everywhere.t - start) * (by[0] or own) + g.everywhere.j
+    place = place + (g.everywhere.h if head is None else head) * (by[1] or g.shape[2])
+    place = place % (g.shape[0] * own) if again else place
+    return At(place // own, place // g.shape[2] % g.shape[1], place % g.shape[2])
 
 
 class Order(NamedTuple):

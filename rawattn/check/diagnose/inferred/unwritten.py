@@ -42,7 +42,13 @@ def bugs(question: Question, answers: Answers, stage: str) -> Iterator[Bug]:
         text = source or said(sample, found) + "; all else is right" * elsewhere
         due = (finite(by_rows(name, sample.truth[name]))[of] for name, of in found.items())
         of_zeros = "rows-not-written" if {*found} <= {*OF_KEYS} else "dead-rows"  # 0, or -inf
-        name = "dead-rows" if source or of_dead else "unknown" if any(x.any() for x in due) else of_zeros
+        name = (
+            "dead-rows"
+            if source or of_dead
+            else "unknown"
+            if any(x.any() for x in due)
+            else of_zeros
+        )
         yield Bug(name, text, (stage,), store=_held(found, answers))
     of = next((of for name, of in rows.items() if name not in OF_KEYS), np.zeros(0))
     if of.any() and not question.sparse:
