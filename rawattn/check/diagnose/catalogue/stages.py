@@ -23,7 +23,7 @@ TAILS = {"count as its own": False, "are stored as its own, the last sequence fi
 # that every step takes, (steps, rows of a tile)
 Loops = Callable[[list[Ints], int, int], list[Ints]]
 Which = Callable[[Ints], Ints]  # of the tiles of all steps, those that are taken
-Ring = tuple[int, int, int | None]
+Ring = tuple[int, int, int | None, bool]
 ALL = 1 << 30  # one tile for all of the other side; a row that is not there
 
 
@@ -31,10 +31,15 @@ def _each(of: Which, loops: list[Ints], tile: int, _: int) -> list[Ints]:
     return [of(tiles)[:, None] * tile + np.arange(tile) for tiles in loops]
 
 
+def _without_last(lost: Callable[[int], bool], tiles: Ints) -> Ints:
+    return np.append(tiles[:-1], ALL if lost(len(tiles)) else tiles[-1:])
+
+
 def _ring(ring: Ring, cleared: bool, loops: list[Ints], tile: int, n: int) -> list[Ints]:
-    """Tile x is loaded into stage x % stages, as far as it has rows, and read ``ahead`` of it; the
-    ``lacking`` step of a loop of several loads nothing. cleared: in front of every loop."""
-    (stages, ahead, lacking), found = ring, list[Ints]()
+    """Tile x is loaded into stage x % stages, as far as it has rows, and read ``ahead`` of it, but
+    by a last step behind the loop that is ``drained`` rightly; the ``lacking`` step of a loop of
+    several loads nothing. cleared: in front of every loop."""
+    (stages, ahead, lacking, drained), found = ring, list[Ints]()
     held = np.full((stages, tile), ALL)
     for tiles in loops:
         held[:] = ALL if cleared else held
@@ -43,7 +48,8 @@ def _ring(ring: Ring, cleared: bool, loops: list[Ints], tile: int, n: int) -> li
             rows = np.arange(x * tile, min((x + 1) * tile, n))
             if lacking is None or step != lacking % len(tiles) or len(tiles) == 1:
                 held[x % stages, : len(rows)] = rows
-            taken[step] = held[(x + ahead) % stages]
+            away = 0 if drained and step == len(tiles) - 1 else ahead
+            taken[step] = held[(x + away) % stages]
         found.append(taken)
     return found
 
@@ -58,11 +64,19 @@ LOOPS: dict[str, Which] = {
         tiles - tiles.min(initial=tiles.max(initial=0))
     ),
 }
+LOST: dict[str, Callable[[int], bool]] = {  # the last step of so many
+    "of no tile in the last of several steps": lambda n: n > 1,
+    "of no tile in the last step of an odd number (3, 5, ...)": lambda n: n > 1 and n % 2 == 1,
+    "of no tile in the last step of an even number": lambda n: n > 1 and n % 2 == 0,
+}
+LOOPS |= {text: partial(_without_last, lost) for text, lost in LOST.items()}
 RINGS: dict[str, Ring] = {  # stages, how far ahead they are read, which step is not loaded
-    "of a ring of 2 stages into which the first tile of a loop is not loaded": (2, 0, 0),
-    "of a ring of 2 stages into which the last tile of a loop is not loaded": (2, 0, -1),
-    "of a ring of 2 stages read 1 ahead": (2, 1, None),
-    "of a ring of 3 stages read 1 ahead": (3, 1, None),
+    "of a ring of 2 stages into which the first tile of a loop is not loaded": (2, 0, 0, False),
+    "of a ring of 2 stages into which the last tile of a loop is not loaded": (2, 0, -1, False),
+    "of a ring of 2 stages read 1 ahead": (2, 1, None, False),
+    "of a ring of 3 stages read 1 ahead": (3, 1, None, False),
+    "of a ring of 2 stages read 1 ahead but in the last step": (2, 1, None, True),
+    "of a ring of 3 stages read 1 ahead but in the last step": (3, 1, None, True),
 }
 EVERY: dict[str, Loops] = {text: partial(_each, of) for text, of in LOOPS.items()}
 EVERY |= {f"{text}, cleared by each loop,": partial(_ring, of, True) for text, of in RINGS.items()}
