@@ -116,6 +116,11 @@ class Explained(NamedTuple):
         return self.prediction.bug.name
 
     @property
+    def inexact(self) -> bool:
+        """Whether it says what there is, and no cause."""
+        return any(words in self.prediction.bug.variant for words in INEXACT)
+
+    @property
     def rms(self) -> float:
         return max(self.fits[name].rms for name in self.tensors)
 
@@ -427,7 +432,7 @@ def _verdict(work: Stage, steps: Sequence[Precision]) -> StageVerdict:
 def _generic(work: Stage, explained: Sequence[Explained]) -> bool:
     """Whether only what was read off tells what is wrong, of block-sparse attention rules too."""
     names = (*LOOSE, "rows-not-written") if work.question.sparse else ("unknown",)
-    return all(one.name in names for one in explained)
+    return all(one.name in names or one.inexact for one in explained)
 
 
 def _explain(
@@ -459,6 +464,7 @@ def _explain(
     whole, parts = work.telling_ones(whole), work.telling_ones(parts)
     if any(e.tensors == wrong for e in parts):
         whole = [e for e in whole if NO_RULE not in e.prediction.bug.variant]
+    whole = [e for e in whole if not e.inexact] or whole
     if _generic(work, whole):  # bugs of one kernel say more exactly than rules
         whole = [*(e._replace(tensors=wrong) for e in whole), *parts]
     read = {id(bug) for bug in work.read}  # listed ones say the same in fewer words

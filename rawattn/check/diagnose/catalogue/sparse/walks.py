@@ -207,10 +207,10 @@ def _taken(order: Order, which: stages.Which, c: Context) -> Ints:
     blocks[h, i, place[h, i, j]] = j // size
     steps = np.zeros((blocks.shape[2] + 1, blocks.shape[2]), dtype=np.int64)
     for n in range(1, len(steps)):
-        steps[n, :n] = which(np.arange(n))
+        steps[n, :n] = np.minimum(which(np.arange(n)), n)  # behind the last one there is none
     taken = np.full(place.shape, keys)
     other = blocks[h, i, steps[count[h, i, 0], place[h, i, j]]]
-    key = np.minimum(other * size + j % size, keys)
+    key = np.where(other < 0, keys, np.minimum(other * size + j % size, keys))
     there = np.pad(place >= 0, [(0, 0), (0, 0), (0, 1)])[h, i, key]
     taken[h, i, j] = np.where(there, key, keys)
     return taken
