@@ -26,7 +26,7 @@ from rawattn.check.diagnose.judge.diagnosis import diagnose, sizes_of
 from rawattn.check.diagnose.judge.least import Asker, least, of_stage, with_lengths
 from rawattn.check.diagnose.judge.match import LOOSE, catalogue
 from rawattn.check.diagnose.judge.proofs import finding, reference_of
-from rawattn.check.diagnose.judge.traps import ARRAYS, of_traps
+from rawattn.check.diagnose.judge.traps import ARRAYS, of_nan, of_traps
 from rawattn.check.diagnose.judge.whole import costs_of
 from rawattn.check.diagnose.read.name import NEAR, PASSES, UNREAD, Readings, read
 from rawattn.check.expected import Expected, Target, expect
@@ -72,12 +72,13 @@ def explain_failures(
         if found and (spent() > until or _agree(found, spent() - begun)):
             break
         lost = bool(found) and not any(_named(one) for _, one in found)
-        if lost and kind[0].dtype in dtypes:
+        nan = bool(found) and all(of_nan(f) for _, of in found for f in of.findings)
+        if (lost and kind[0].dtype in dtypes) or (nan and kind[0].causal):  # which may hide numbers
             continue
         dtypes |= {kind[0].dtype} if lost else set()
         asked = partial(explain_failure, sides, kind[0])
         again = (of for _, of in found if other is None and _explains(candidate, of, kind[0]))
-        diagnosis = next(again, None) or asked(until=0.0 if lost else until, known=known)
+        diagnosis = next(again, None) or asked(until=0.0 if lost or nan else until, known=known)
         sure = [f for f in diagnosis.findings if f.confidence in SURE and not f.alternatives]
         names = {f.bug for f in sure if f.form is not None} - {*NAMELESS}
         known = Readings(shown=known.shown | names)
@@ -356,9 +357,10 @@ Kind = tuple[list[Case], Diagnosis]  # cases of one kind, and what was found
 
 
 def _agree(found: Sequence[Kind], effort: float) -> bool:
-    """Whether enough kinds of cases show the same bugs; coarse numbers may hide others at first."""
+    """Whether enough kinds of cases show the same bugs; coarse numbers may hide others at first,
+    and NaN what others show in numbers."""
     dear = effort > DEAR
-    told = [filter(_has_name, of.findings) for _, of in found]
+    told = [[f for f in of.findings if _has_name(f) and (dear or not of_nan(f))] for _, of in found]
     said = [{(f.side, f.bug) for f in of if dear or f.sure or f.bug != COARSE} for of in told]
     same = max(map(said.count, filter(None, said)), default=0)
     few = 2 if same == len(found) and effort > SETTLED else AGREEING
