@@ -56,7 +56,6 @@ ALIKE: dict[str, str] = {  # operands of the same shape, of a stage
     "backward": "K V, Q dO O, P dY dP",
     "second": "K tK, V tV, Q tQ, dO O tO, P tP, dY tdY, dP tdP, D w",
 }
-SQUARES = {"dQ": "dY", "dK": "dY", "dV": "P", "gQ": "tdY", "gK": "tdY", "gV": "tP"}
 OF_ROWS = {"O": "P", "dQ": "dY", "tO": "tP P", "tdS": "tP P dP tdP"}  # have rows of the results
 NAMES = ARRAYS | {"tK": "ddk", "tV": "ddv", "tQ": "ddq", "tO": "ddout"}
 NAMES |= {"P": "P", "dY": "dS", "tP": "P'", "tdY": "dS'", "D": "D", "w": "W"}
@@ -149,19 +148,6 @@ def _operands(question: Question, stage: str, wrong: Names, right: Names, b: int
                 for text, values in ways.items():
                     steps = {step: with_values(step, **values)}
                     yield Bug("arguments-swapped", text, (stage,), steps=steps)
-        for size in TILES if step in SQUARES else ():
-            square = {SQUARES[step]: partial(_transposed, SQUARES[step], size)}
-            text = f"{word(SQUARES[step], stage)} in {product}: squares of {size} transposed"
-            yield Bug("stale-tile", text, (stage,), steps={step: with_values(step, **square)})
-
-
-def _transposed(operand: str, size: int, c: Context) -> Floats:
-    """Pairs (heads, n, m) with every square of a tile transposed; 0 from beyond the end."""
-    x = getattr(c, operand)
-    i, j = np.ogrid[: x.shape[1], : x.shape[2]]
-    rows, keys = i - i % size + j % size, j - j % size + i % size
-    inside = (rows < x.shape[1]) & (keys < x.shape[2])
-    return np.where(inside, x[:, np.where(inside, rows, 0), np.where(inside, keys, 0)], 0.0)
 
 
 def word(operand: str, stage: str) -> str:

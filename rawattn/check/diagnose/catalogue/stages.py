@@ -9,10 +9,10 @@ from itertools import chain, product
 import numpy as np
 
 from rawattn.check.diagnose.catalogue import inputs, maps
-from rawattn.check.diagnose.catalogue.masks import Window, bounds, distances
+from rawattn.check.diagnose.catalogue.masks import Window, bounds
 from rawattn.check.diagnose.catalogue.reading import taken
 from rawattn.check.diagnose.catalogue.second_order import of_one_pass
-from rawattn.check.diagnose.engine.attention import BACKWARD, FIRST, TILES, Bug, View, each
+from rawattn.check.diagnose.engine.attention import FIRST, TILES, Bug, View, each
 from rawattn.check.diagnose.engine.question import Question
 from rawattn.check.diagnose.engine.steps import STEPS, Context, Floats, changed
 from rawattn.reference.dense import allowed
@@ -101,7 +101,7 @@ def candidates(question: Question, stage: str, wrong: Collection[str], b: int) -
     """All of a dense stage that change something ``wrong``, to be tried on sequence ``b`` first."""
     if question.sparse:
         return
-    of_rows = chain(_of_sequences(question), _of_tails(question), _of_old_rows(question))
+    of_rows = chain(_of_sequences(question), _of_tails(question))
     yield from (bug for bug in of_rows if stage in bug.stages)
     loops = _of_loops(question, stage, {*wrong}, b)
     if stage != "second" or not inputs.OF_FIRST_PASS & {*wrong}:
@@ -135,31 +135,6 @@ def _of_tails(question: Question) -> Iterator[Bug]:
         # a store that moves nothing: then all sequences are asked, of which others store rows
         bug = Bug("neighbour-leak", "", FIRST, each(_owned, tile, stored), store=lambda _, x: x)
         yield replace(bug, variant=f"rows of q {text}")
-        if stored:
-            yield replace(bug, variant=f"zeros for q {text}", steps={"Y": _of_zeros})
-
-
-def _of_old_rows(question: Question) -> Iterator[Bug]:
-    """Rows behind the last one, up to the end of its tile, which hold what a stage had before."""
-    for tile, behind, of in product(TILES, (1, 2, 3), "qk"):
-        form = f"rows of {of} behind the last one of its tile of {tile} count, as in"
-        see, stages = each(_with_old_rows, tile, behind, of), BACKWARD if of == "q" else FIRST
-        yield Bug("stale-tile", f"{form} the tile {behind} before it", stages, see)
-
-
-def _with_old_rows(tile: int, behind: int, of: str, question: Question, view: View) -> View:
-    distance = distances(question, view)
-    axis, by = (0, -behind * tile) if of == "q" else (1, behind * tile)
-    at, count = np.ogrid[: distance.shape[0], : distance.shape[1]][axis], distance.shape[axis]
-    old = (at + behind * tile >= count) & (at // tile == (count - 1) // tile - behind)
-    seen = Window(*bounds(question)).holds(distance + by, distance + by)
-    return replace(view, weight=view.weight + (old & seen))
-
-
-def _of_zeros(c: Context) -> Floats:
-    """Scores where there are zeros behind the sequence's own rows."""
-    own = c.view.rows < c.question.cu_seqlens_q[c.view.sequence + 1]
-    return np.asarray(STEPS["Y"](c) * own[:, None])
 
 
 def _owned(tile: int, stored: bool, question: Question, view: View) -> View:
