@@ -261,16 +261,14 @@ def heads_of_keys(question: Question) -> Iterator[Map]:
 def strides(question: Question) -> Iterator[Map]:
     """Arrays read at the strides of others, of tokens, of heads, or of both; 0 for their own."""
     q, found = question, dict[tuple[int, int], str]()
-    shapes = {"k": q.k.shape, "v": q.v.shape, "q": q.q.shape}
-    shapes["out"] = *q.q.shape[:2], q.v.shape[2]
-    for name, (_, heads, width) in shapes.items():
+    shapes = {"k": q.k.shape[1:], "v": q.v.shape[1:], "q": q.q.shape[1:]}
+    for name, (heads, width) in shapes.items():
         for words, steps in (("tokens", (1, 0)), ("heads", (0, 1)), ("tokens and heads", (1, 1))):
             key = steps[0] * heads * width, steps[1] * width
             found.setdefault(key, f"{words} as far apart as those of {name}")
-    of_each = {x[1:] for x in shapes.values()}
     for by, whole, again in itertools.product(found, (False, True), (True, False)):
         words = found[by] + ", within each sequence" * (not whole)
-        if len(of_each) > 1:
+        if len({*shapes.values()}) > 1:
             yield Map("strides", words, partial(_strided, by, None, whole, again))
 
 

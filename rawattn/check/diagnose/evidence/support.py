@@ -20,10 +20,6 @@ RULES, APART = 1000, 60  # of a part: rules that are tried elsewhere, and of tho
 _Read = tuple[Places, Array, Array]  # on a problem, by head: pairs that are known, or of a kind
 
 
-class ReadElsewhere(ValueError):
-    """What was read without a rule says nothing of other lengths."""
-
-
 @dataclass(frozen=True, eq=False)
 class Part:
     """Pairs of one of KINDS, alike in some ``heads``; no rule was found for it if that is None.
@@ -82,15 +78,15 @@ class Support:
         return _inside(kind, self.places, self.seen)
 
     def at(self, places: Places) -> Array:
-        """Who sees whom elsewhere, (num_heads_q, total_q, total_k); ReadElsewhere where only what
-        was read is known, of other lengths."""
+        """Who sees whom elsewhere, (num_heads_q, total_q, total_k); NotImplementedError where
+        only what was read is known, of other lengths."""
         if self.listed is not None:
             return pairs_of(places.question, self.listed)
         if not self.named:
             q, own = places.question, self.places.question
             same = (q.lengths_q, q.lengths_k) == (own.lengths_q, own.lengths_k)
             if not same or not np.array_equal(q.cu_seqlens_k, own.cu_seqlens_k):
-                raise ReadElsewhere("this was read on sequences of other lengths")
+                raise NotImplementedError("this was read on sequences of other lengths")
             more = np.subtract(places.j.shape, self.seen.shape[1:])  # rows of no sequence
             return np.pad(self.seen, [(0, 0), *((0, int(n)) for n in more)])
         found = places.rights.astype(self.seen.dtype) & (self.whole is None)

@@ -92,15 +92,9 @@ def _merges(sample: Sample, c: Context, found: dict[str, Floats]) -> list[Bug]:
                 near.append((total, Bug("partial-merge", form, FORWARD, steps=planted)))
     near.sort(key=lambda one: one[0])
     alike = [bug for total, bug in near[:ALIKE] if total <= near[0][0] + SAME]
-    if len(alike) <= MOST:
-        return [bug for _, bug in near[:MOST]]
-
-    def of_all(bug: Bug) -> float:
-        """What it leaves of all views, as most splits of few keys are the same."""
-        planted = sample.planted(bug)
-        return sum(sample.of_all(name, planted[name]) for name in sample.wrong)
-
-    return sorted(alike, key=of_all)[:MOST]
+    if len(alike) > MOST:  # most splits of few keys are the same
+        return sorted(alike, key=sample.of_wrong)[:MOST]
+    return [bug for _, bug in near[:MOST]]
 
 
 def _left(found: Floats, wanted: Floats, but: Floats | bool = False) -> float:

@@ -2,7 +2,6 @@
 or without keys, where all else is right: whose they are, or that rows without keys make them."""
 
 from collections.abc import Iterator
-from itertools import product
 
 import numpy as np
 
@@ -41,14 +40,9 @@ def bugs(question: Question, answers: Answers, stage: str) -> Iterator[Bug]:
         said = _without_keys if of_dead else _in_words
         text = source or said(sample, found) + "; all else is right" * elsewhere
         due = (finite(by_rows(name, sample.truth[name]))[of] for name, of in found.items())
-        of_zeros = "rows-not-written" if {*found} <= {*OF_KEYS} else "dead-rows"  # 0, or -inf
-        name = (
-            "dead-rows"
-            if source or of_dead
-            else "unknown"
-            if any(x.any() for x in due)
-            else of_zeros
-        )
+        zeros = not any(x.any() for x in due)  # or -inf
+        name = "dead-rows" if source or of_dead or zeros else "unknown"
+        name = "rows-not-written" if zeros and {*found} <= {*OF_KEYS} and not source else name
         yield Bug(name, text, (stage,), store=_held(found, answers))
     of = next((of for name, of in rows.items() if name not in OF_KEYS), np.zeros(0))
     if of.any() and not question.sparse:
@@ -154,26 +148,23 @@ def _of_tiles(question: Question, rows: Rows, nothing: Rows) -> str:
 
 def _mean_of(sample: Sample, rows: Rows) -> tuple[str, np.ndarray] | None:
     """Of which keys rows (tokens, heads) of out are the mean of v, in words, and how many: all of
-    the sequence, its first ones, or these and zeros up to the end of a tile."""
+    the sequence, or its first ones."""
     q, taken = sample.question, []
     sums = np.cumsum(np.pad(finite(q.v.astype(np.float64)), ((1, 0), (0, 0), (0, 0))), axis=0)
     for token, head in np.argwhere(rows):
         b, x = q.sequence_of("q")[token], sample.found["out"][token, head]
         first, m = int(q.cu_seqlens_k[b]), q.lengths_k[b]
-        for stop, t in product((m, *range(TILES[0], m, TILES[0])), (1, *TILES)):
-            count = max(-(-stop // t) * t, 1)
-            mean = (sums[first + stop] - sums[first])[head // q.group] / count
+        for stop in (m, *range(TILES[0], m, TILES[0])):
+            mean = (sums[first + stop] - sums[first])[head // q.group] / max(stop, 1)
             if np.abs(x - mean).max() <= 16 * eps_of(q.q) * np.abs(mean).max():
-                taken.append((stop, count, m))
+                taken.append((stop, m))
                 break
         else:
             return None
-    stops, counts, lengths = np.array(taken).T
+    stops, lengths = np.array(taken).T
     told = f"the first {', '.join(map(str, np.unique(stops)))} keys"
     told = "all keys of their sequence" if (stops == lengths).all() else told
-    zeros = ", ".join(map(str, np.unique(counts)))
-    told += f" and zeros, {zeros} rows in all" * bool((counts > stops).any())
-    return f"the mean of v of {told}, none of which they may see", counts
+    return f"the mean of v of {told}, none of which they may see", stops
 
 
 def _in_words(sample: Sample, found: Found) -> str:

@@ -10,7 +10,7 @@ import numpy as np
 
 from rawattn.check.diagnose.catalogue import maps
 from rawattn.check.diagnose.engine.attention import Bug, See, View, sparse_views
-from rawattn.check.diagnose.engine.lists import Ints, Lists, by_token, lists_of
+from rawattn.check.diagnose.engine.lists import Ints, Lists, lists_of
 from rawattn.check.diagnose.engine.question import Question
 
 TILES = (4, 6, 8, 16, 32)
@@ -169,11 +169,7 @@ def misread(question: Question) -> Iterator[Bug]:
     for by, some in product(maps_of(question), alone):
         see = listed(partial(moved, by, some))
         yield Bug(MISREAD, f"{' and '.join(some)}, {by.words}", see=see)
-    places: dict[str, Number] = PLACES | {
-        f"where {words.format(t)} stands": partial(_of_row, words, t)
-        for t, words in product(TILES, (maps.TILED, maps.LAST))
-    }
-    for (words, number), (what, fields) in product(places.items(), OF_PLACES.items()):
+    for (words, number), (what, fields) in product(PLACES.items(), OF_PLACES.items()):
         see = listed(where(**dict.fromkeys(fields, number)))
         yield Bug(PLACE, f"{what}: {words}", see=see)
         if fields == ("bound",) and question.causal:
@@ -209,9 +205,3 @@ def moved(by: maps.Map, names: Sequence[str], x: Lists) -> Lists:
         taken = by.moved(replace(g, shape=array.shape), array, -1.0)
         found[name] = taken if name == "block_indices" else taken[..., 0]
     return replace(lists_of(replace(x.question, **found)), question=x.question)
-
-
-def _of_row(words: str, tile: int, x: Lists) -> Ints:
-    """The place of another query of the sequence, which ``maps`` has these words for."""
-    n = by_token(x.question, x.question.lengths_q)
-    return np.asarray(x.place - x.row + maps.ROWS[words](x.row, tile, n))
