@@ -138,16 +138,12 @@ ROWS: dict[str, Callable[[Ints, int, Ints], Ints]] = {  # row i of n; the last o
     "row i % {}": lambda i, by, n: i % by,
     TILED: lambda i, by, n: i - i % by,
     LAST: lambda i, by, n: np.minimum(i - i % by + by, n) - 1,
-    "rows of the last tile of {} in the first one, nothing behind it": lambda i, by, n: np.where(
-        i < by, (n - 1 - i) // by * by + i, -NOWHERE
-    ),
 }
 Origin = Callable[[Geometry], Ints]  # of all sequences a row, or another one
 OTHERS: dict[str, Origin] = {
     "the next sequence": lambda g: g.b + 1,
     "the sequence before": lambda g: np.maximum(g.b - 1, 0),
     "this sequence, empty ones not counted": lambda g: _full_before(g.offsets),
-    "this sequence, empty ones of the other side not counted": lambda g: _full_before(g.others),
 }
 ORIGINS: dict[str, Origin] = {  # rows where they are taken to begin
     "without the offset of the sequence": lambda g: 0 * g.b,
@@ -160,9 +156,6 @@ ORIGINS: dict[str, Origin] = {  # rows where they are taken to begin
 OF_TILES: dict[str, Callable[[int, Geometry], Ints]] = {  # the same, of tiles
     "its offset rounded down to a multiple of {}": lambda t, g: g.offsets[:-1] // t * t,
     "its offset rounded up to a multiple of {}": lambda t, g: -(-g.offsets[:-1] // t) * t,
-    "its offset where every length is a multiple of {}": lambda t, g: np.cumsum(
-        [0, *-(-np.diff(g.offsets[:-1]) // t) * t]
-    ),
     "its offset and {0} b, rounded down to a multiple of {0}": lambda t, g: (
         (g.offsets[:-1] // t + g.b) * t
     ),

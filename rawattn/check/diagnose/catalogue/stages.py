@@ -57,9 +57,7 @@ def _ring(ring: Ring, cleared: bool, loops: list[Ints], tile: int, n: int) -> li
 LOOPS: dict[str, Which] = {
     "of the step before": lambda tiles: np.append(tiles[:1], tiles[:-1]),
     "of the next step": lambda tiles: np.append(tiles[1:], tiles[-1:]),
-    "of step x + 2": lambda tiles: np.append(tiles[2:], tiles[-2:]),
     **{f"of step x % {n}": partial(lambda n, x: x[np.arange(len(x)) % n], n) for n in (1, 2, 3, 4)},
-    "of step x // 2 * 2": lambda tiles: tiles[np.arange(len(tiles)) // 2 * 2],
     "counted from the first row, not from the first visible tile on,": lambda tiles: (
         tiles - tiles.min(initial=tiles.max(initial=0))
     ),
@@ -67,7 +65,6 @@ LOOPS: dict[str, Which] = {
 LOST: dict[str, Callable[[int], bool]] = {  # the last step of so many
     "of no tile in the last of several steps": lambda n: n > 1,
     "of no tile in the last step of an odd number (3, 5, ...)": lambda n: n > 1 and n % 2 == 1,
-    "of no tile in the last step of an even number": lambda n: n > 1 and n % 2 == 0,
 }
 LOOPS |= {text: partial(_without_last, lost) for text, lost in LOST.items()}
 RINGS: dict[str, Ring] = {  # stages, how far ahead they are read, which step is not loaded

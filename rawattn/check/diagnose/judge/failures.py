@@ -90,10 +90,9 @@ def explain_failures(
     findings = [_asked_once_more(candidate, f, every[f.cases[0]]) for f in findings]
     findings.sort(key=lambda f: (f.bug in NAMELESS, f.rank))
     if findings and (first := findings[0]).side == SIDE and not first.sure:
-        some = [every[name] for name in first.cases]
         fewest = min(cases, key=lambda case: (case.num_heads_q, _plainness(case)))
-        heads = {case.num_heads_q for case in some} - {fewest.num_heads_q}  # wrong each in its way
-        least = _least(candidate, first, [*some[: LEAST - 1], fewest] if heads else some)
+        some = [*(every[name] for name in first.cases[: LEAST - 1]), fewest]  # heads may differ
+        least = _least(candidate, first, some)
         findings[0] = replace(first, least=least or first.least)
     return replace(joined, findings=tuple(findings))
 

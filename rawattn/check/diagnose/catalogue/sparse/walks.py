@@ -33,7 +33,6 @@ SHARES: dict[str, Share] = {
 }
 LEFT: dict[str, Share] = {  # by lists of so many, whole lots, and so many splits
     **{words: SHARES[words] for words in (AT_MOST, LOTS_ALONE)},
-    "in {} equal parts, rounded down, alone": lambda p, n, t: p < np.maximum(n // t, 1) * t,
 }
 OVERWRITES = "the last {} alone"
 READS = {"K in Q K^T, V in P V": ("Y", "O"), "K in Q K^T": ("Y",), "V in P V": ("O",)}
