@@ -149,7 +149,6 @@ ORIGINS: dict[str, Origin] = {  # rows where they are taken to begin
     "without the offset of the sequence": lambda g: 0 * g.b,
     "the offset of the other side": lambda g: g.others[:-1],
     "its offset and a row": lambda g: g.offsets[:-1] + 1,
-    "its offset less a row": lambda g: g.offsets[:-1] - 1,
     "b times the longest length": lambda g: g.b * np.diff(g.offsets).max(),
     "b times the longest length of the other side": lambda g: g.b * np.diff(g.others).max(),
 }

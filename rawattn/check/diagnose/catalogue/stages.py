@@ -73,7 +73,6 @@ RINGS: dict[str, Ring] = {  # stages, how far ahead they are read, which step is
     "of a ring of 2 stages read 1 ahead": (2, 1, None, False),
     "of a ring of 3 stages read 1 ahead": (3, 1, None, False),
     "of a ring of 2 stages read 1 ahead but in the last step": (2, 1, None, True),
-    "of a ring of 3 stages read 1 ahead but in the last step": (3, 1, None, True),
 }
 EVERY: dict[str, Loops] = {text: partial(_each, of) for text, of in LOOPS.items()}
 EVERY |= {f"{text}, cleared by each loop,": partial(_ring, of, True) for text, of in RINGS.items()}

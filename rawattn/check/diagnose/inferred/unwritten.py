@@ -135,14 +135,12 @@ def _without_keys(sample: Sample, found: Found) -> str:
 
 
 def _of_tiles(question: Question, rows: Rows, nothing: Rows) -> str:
-    """Rows without keys by whether others of their tile of queries see some."""
+    """Rows without keys as those of tiles of which no query sees any."""
     at, sequence = question.place_of("q"), question.sequence_of("q")
     for t in TILES:
         same = (at[:, None] // t == at // t) & (sequence[:, None] == sequence)
-        alone = ~(same @ ~nothing)
-        for words, of in (("no query", alone), ("some query", ~alone)):
-            if np.array_equal(nothing & of, rows):
-                return f"in tiles of {t} queries of which {words} sees a key"
+        if np.array_equal(~(same @ ~nothing), rows):
+            return f"in tiles of {t} queries of which no query sees a key"
     return ""
 
 

@@ -172,9 +172,6 @@ def misread(question: Question) -> Iterator[Bug]:
     for (words, number), (what, fields) in product(PLACES.items(), OF_PLACES.items()):
         see = listed(where(**dict.fromkeys(fields, number)))
         yield Bug(PLACE, f"{what}: {words}", see=see)
-        if fields == ("bound",) and question.causal:
-            walked = where(counted=lambda x: x.counted & (x.named <= x.own_block), bound=number)
-            yield Bug(PLACE, f"the mask in blocks up to the own: {words}", see=listed(walked))
 
 
 def maps_of(question: Question) -> Iterator[maps.Map]:

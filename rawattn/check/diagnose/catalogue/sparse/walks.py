@@ -28,7 +28,6 @@ Share = Callable[[Ints, Ints, int], Ints]
 SHARES: dict[str, Share] = {
     "the last {} alone": lambda p, n, t: p // t == (n - 1) // t,
     AT_MOST: lambda p, n, t: p < t,
-    "without the first {}": lambda p, n, t: p >= t,
     LOTS_ALONE: lambda p, n, t: p < n // t * t,
 }
 LEFT: dict[str, Share] = {  # by lists of so many, whole lots, and so many splits
