@@ -240,7 +240,8 @@ def test_a_form_is_what_most_kinds_of_cases_say() -> None:
 
     def kind(name: str, *forms: str) -> failures.Kind:
         said = finding("candidate", "tail-tile-dropped", "backward pass: dk", "high", ["fits"])
-        one = replace(said, title=f"tail: {forms[0]}", form=forms[0], forms=forms)
+        said = replace(said, title=f"tail: {forms[0]}", form=forms[0])
+        one = replace(said, forms={form: {} for form in forms})
         return [CASES[name]], Diagnosis("candidate", (one,))
 
     found = [

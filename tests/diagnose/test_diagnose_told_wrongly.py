@@ -413,8 +413,7 @@ def test_rows_that_are_stored_elsewhere_are_no_offsets() -> None:
     for stop in np.cumsum(question.lengths_k):
         answers["dk"][stop - 1] = answers["dk"][stop - 20]
     found = first(diagnose(question, answers))
-    text = "tokens are in other places"
-    assert found.bug == "transposed" and text in told(diagnose(question, answers))
+    assert found.bug == "unknown"
 
 
 @pytest.mark.parametrize(("factor", "text"), [(1.0018, "by 1.0018"), (2.0, "by 2 (2)")])

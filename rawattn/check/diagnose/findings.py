@@ -37,8 +37,9 @@ class Finding:
     planted in the reference gives the same numbers down to rounding, and no other one does),
     "medium", "low". evidence: what says most first. ``alternatives`` would look the same on this
     data. form: of the bug that was planted, None where none was; forms: those of its class that
-    look the same here. sight: whom the queries see with it. ``cases`` show it. least: all that is
-    wrong on the smallest problem that fails. planted: bugs that give the same numbers, by stage."""
+    look the same here, with what was planted of each. sight: whom the queries see with it.
+    ``cases`` show it. least: all that is wrong on the smallest problem that fails. planted: bugs
+    that give the same numbers, by stage."""
 
     side: str
     bug: str
@@ -49,7 +50,7 @@ class Finding:
     look_at: str
     alternatives: tuple[str, ...] = ()
     form: str | None = None
-    forms: tuple[str, ...] = field(default=(), compare=False)
+    forms: Mapping[str, Mapping[str, Bug]] = field(default_factory=dict, compare=False)
     sight: Sight | None = field(default=None, compare=False)
     cases: tuple[str, ...] = field(default=(), compare=False)
     least: str = field(default="", compare=False)
@@ -78,7 +79,8 @@ class Finding:
         if not self.form or not form:
             return self
         said = [text.replace(self.form, form) for text in (self.title, *self.evidence)]
-        return replace(self, title=said[0], evidence=tuple(said[1:]), form=form)
+        planted = self.forms.get(form, self.planted)
+        return replace(self, title=said[0], evidence=tuple(said[1:]), form=form, planted=planted)
 
     def joined(self, other: "Finding") -> "Finding":
         """One finding for the same bug, seen at two places."""

@@ -24,6 +24,7 @@ GOING_BACK = (
 DIRECTIONS = (("tq",), ("tk",), ("tv",), ("tk", "tv"), ("tq", "tk", "tv"))
 # Results that an array says nothing of; it has a part in all others.
 OF_D = {"dv", "gv", "tout", "ddout", "tlse", "ddlse"}
+SQUARES = {"dQ": "dY", "dK": "dY", "dV": "P", "gQ": "tdY", "gK": "tdY", "gV": "tP"}
 APART = {
     **{"out": OF_D, "delta": OF_D, "dlse": OF_D, "dout": {"ddout", "ddlse"}},
     "v": {"lse", "dv", "gv", "jvp lse", "tlse", "ddlse"},
@@ -55,7 +56,6 @@ ALIKE: dict[str, str] = {  # operands of the same shape, of a stage
     "backward": "K V, Q dO O, P dY dP",
     "second": "K tK, V tV, Q tQ, dO O tO, P tP, dY tdY, dP tdP, D w",
 }
-SQUARES = {"dQ": "dY", "dK": "dY", "dV": "P", "gQ": "tdY", "gK": "tdY", "gV": "tP"}
 OF_ROWS = {"O": "P", "dQ": "dY", "tO": "tP P", "tdS": "tP P dP tdP"}  # have rows of the results
 NAMES = ARRAYS | {"tK": "ddk", "tV": "ddv", "tQ": "ddq", "tO": "ddout"}
 NAMES |= {"P": "P", "dY": "dS", "tP": "P'", "tdY": "dS'", "D": "D", "w": "W"}
@@ -102,7 +102,8 @@ def _read(question: Question, stage: str, wrong: Names, right: Names, b: int) ->
         least = {("k", "v"): 1} | dict.fromkeys(DIRECTIONS[:3], TILES[0])
         of_tiles = maps.rows(question, least[names]) if names in least else ()
         of_keys = maps.heads_of_keys(question) if {*names} <= {*OF_KEYS} else ()
-        for by in [*by_kind[numbers], *of_tiles, *of_keys]:
+        strides = () if numbers or len(names) > 1 else maps.strides(question)
+        for by in [*by_kind[numbers], *of_tiles, *of_keys, *strides]:
             if by.family == "heads" and len(names) > 1 and not numbers:
                 continue
             kind, steps = _kind(names, by), reading.reading({name: name for name in names}, by)

@@ -144,7 +144,6 @@ ORIGINS: dict[str, Origin] = {  # rows where they are taken to begin
     "without the offset of the sequence": lambda g: 0 * g.b,
     "the offset of the other side": lambda g: g.others[:-1],
     "its offset and a row": lambda g: g.offsets[:-1] + 1,
-    "its offset less a row": lambda g: g.offsets[:-1] - 1,
     "its offset and seqlen_k - seqlen_q": lambda g: g.offsets[:-1] + np.diff(g.others - g.offsets),
     "b times the longest length": lambda g: g.b * np.diff(g.offsets).max(),
 }
@@ -242,10 +241,38 @@ def other_heads(own: Ints, count: int, group: int) -> dict[str, Ints]:
 
 def heads_of_keys(question: Question) -> Iterator[Map]:
     """The same row of keys of other heads: of one for every query head."""
-    h = np.arange(question.num_heads_q)[None, :, None]
-    if question.group > 1 and question.num_heads_kv > 1:
+    h, q = np.arange(question.num_heads_q)[None, :, None], question
+    if q.group > 1 and q.num_heads_kv > 1:
         by_remainder = partial(_heads, lambda own, count, group: h % count)
         yield Map("heads of keys", "head h % num_heads_kv", by_remainder)
+    if q.group > 1:
+        words = "head h, not h // group, in memory: of later tokens from num_heads_kv on"
+        yield Map("heads of keys", words, partial(_strided, (0, 0), h, True, True))
+
+
+def strides(question: Question) -> Iterator[Map]:
+    """Arrays read at the strides of others, of tokens, of heads, or of both; 0 for their own."""
+    q, found = question, dict[tuple[int, int], str]()
+    shapes = {"k": q.k.shape[1:], "v": q.v.shape[1:], "q": q.q.shape[1:]}
+    for name, (heads, width) in shapes.items():
+        for words, steps in (("tokens", (1, 0)), ("heads", (0, 1)), ("tokens and heads", (1, 1))):
+            key = steps[0] * heads * width, steps[1] * width
+            found.setdefault(key, f"{words} as far apart as those of {name}")
+    for by, whole, again in itertools.product(found, (False, True), (True, False)):
+        words = found[by] + ", within each sequence" * (not whole)
+        if len({*shapes.values()}) > 1:
+            yield Map("strides", words, partial(_strided, by, None, whole, again))
+
+
+def _strided(by: tuple[int, int], head: Ints | None, whole: bool, again: bool, g: Geometry) -> At:
+    """Rows at other strides of tokens and heads, from the start of the array or, unless ``whole``,
+    of the sequence on; ``again``: behind its end memory starts again, else there is nothing."""
+    own = g.shape[1] * g.shape[2]
+    start = 0 * g.row.start if whole else g.row.start
+    place = start * own + (g.everywhere.t - start) * (by[0] or own) + g.everywhere.j
+    place = place + (g.everywhere.h if head is None else head) * (by[1] or g.shape[2])
+    place = place % (g.shape[0] * own) if again else place
+    return At(place // own, place // g.shape[2] % g.shape[1], place % g.shape[2])
 
 
 class Order(NamedTuple):

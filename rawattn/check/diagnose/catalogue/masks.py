@@ -69,6 +69,10 @@ def windows(question: Question) -> Iterator[tuple[str, str, Window]]:
             yield "window-off-by-one", f"{words} {by:+}", moved
         dropped = Window(math.inf if of_left else left, math.inf if of_right else right)
         yield "window-dropped", words, dropped
+    if right > 0:
+        yield "wrong-keys", "no key behind the query is seen, as if causal", Window(left, 0)
+    if left != right and not question.causal:
+        yield "wrong-keys", "the sides of the window are exchanged", Window(right, left)
 
 
 def unmasked(question: Question) -> Iterator[tuple[str, Window]]:

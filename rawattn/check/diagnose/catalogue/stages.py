@@ -5,6 +5,7 @@ from collections.abc import Callable, Collection, Iterator
 from dataclasses import replace
 from functools import partial
 from itertools import chain, product
+from typing import NamedTuple
 
 import numpy as np
 
@@ -22,7 +23,20 @@ TAILS = {"count as its own": False, "are stored as its own, the last sequence fi
 # of the tiles of each loop by step, their size, and how many rows there are: rows (steps, size)
 Loops = Callable[[list[Ints], int, int], list[Ints]]
 Which = Callable[[Ints], Ints]  # of the tiles of all steps, those that are taken
-Ring = tuple[int, int, int | None, int]
+
+
+class Ring(NamedTuple):
+    """Tile x is loaded into stage x % stages, ``early`` steps before it is due, and read ``ahead``
+    of it, but by a last step behind the loop that is ``drained`` rightly; the ``lacking`` step of a
+    loop of several loads nothing."""
+
+    stages: int = 2
+    ahead: int = 0
+    lacking: int | None = None
+    early: int = 0
+    drained: bool = False
+
+
 ALL = 1 << 30  # one tile for all of the other side; a row that is not there
 
 
@@ -30,11 +44,13 @@ def _each(of: Which, loops: list[Ints], tile: int, _: int) -> list[Ints]:
     return [of(tiles)[:, None] * tile + np.arange(tile) for tiles in loops]
 
 
+def _without_last(lost: Callable[[int], bool], tiles: Ints) -> Ints:
+    return np.append(tiles[:-1], ALL if lost(len(tiles)) else tiles[-1:])
+
+
 def _ring(ring: Ring, cleared: bool, loops: list[Ints], tile: int, n: int) -> list[Ints]:
-    """Tile x is loaded into stage x % stages, as far as it has rows, ``early`` steps before it is
-    due, and read ``ahead`` of it; the ``lacking`` step of a loop of several loads nothing. cleared:
-    in front of every loop."""
-    (stages, ahead, lacking, early), found = ring, list[Ints]()
+    """Tiles as a ring has them, as far as they have rows. cleared: in front of every loop."""
+    (stages, ahead, lacking, early, drained), found = ring, list[Ints]()
     held = np.full((stages, tile), ALL)
     for tiles in loops:
         held[:] = ALL if cleared else held
@@ -46,8 +62,9 @@ def _ring(ring: Ring, cleared: bool, loops: list[Ints], tile: int, n: int) -> li
                 if lacking is None or loaded != lacking % len(tiles) or len(tiles) == 1:
                     held[x % stages] = ALL if early else held[x % stages]
                     held[x % stages, : len(rows)] = rows
+            away = 0 if drained and step == len(tiles) - 1 else ahead
             if step >= 0:
-                taken[step] = held[(tiles[step] + ahead) % stages]
+                taken[step] = held[(tiles[step] + away) % stages]
         found.append(taken)
     return found
 
@@ -55,15 +72,23 @@ def _ring(ring: Ring, cleared: bool, loops: list[Ints], tile: int, n: int) -> li
 LOOPS: dict[str, Which] = {
     "of the step before": lambda tiles: np.append(tiles[:1], tiles[:-1]),
     "of the next step": lambda tiles: np.append(tiles[1:], tiles[-1:]),
-    "of step x + 2": lambda tiles: np.append(tiles[2:], tiles[-2:]),
     **{f"of step x % {n}": partial(lambda n, x: x[np.arange(len(x)) % n], n) for n in (1, 2, 3, 4)},
+    "counted from the first row, not from the first visible tile on,": lambda tiles: (
+        tiles - tiles.min(initial=tiles.max(initial=0))
+    ),
 }
-RINGS: dict[str, Ring] = {  # stages, how far ahead they are read, which step is not loaded, early
-    "of a ring of 2 stages into which the first tile of a loop is not loaded": (2, 0, 0, 0),
-    "of a ring of 2 stages into which the last tile of a loop is not loaded": (2, 0, -1, 0),
-    "of a ring of 2 stages read 1 ahead": (2, 1, None, 0),
-    "of a ring of 3 stages read 1 ahead": (3, 1, None, 0),
-    "of the other of 2 stages, of the next step or, last, of the one before": (2, 1, None, 1),
+LOST: dict[str, Callable[[int], bool]] = {  # the last step of so many
+    "of no tile in the last of several steps": lambda n: n > 1,
+    "of no tile in the last step of an odd number (3, 5, ...)": lambda n: n > 1 and n % 2 == 1,
+}
+LOOPS |= {text: partial(_without_last, lost) for text, lost in LOST.items()}
+RINGS = {
+    "of a ring of 2 stages into which the first tile of a loop is not loaded": Ring(lacking=0),
+    "of a ring of 2 stages into which the last tile of a loop is not loaded": Ring(lacking=-1),
+    "of a ring of 2 stages read 1 ahead": Ring(ahead=1),
+    "of a ring of 3 stages read 1 ahead": Ring(3, ahead=1),
+    "of a ring of 2 stages read 1 ahead but in the last step": Ring(ahead=1, drained=True),
+    "of the other of 2 stages, of the next step or, last, the one before": Ring(ahead=1, early=1),
 }
 EVERY: dict[str, Loops] = {text: partial(_each, of) for text, of in LOOPS.items()}
 EVERY |= {f"{text}, cleared by each loop,": partial(_ring, of, True) for text, of in RINGS.items()}

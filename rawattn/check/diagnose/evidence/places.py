@@ -19,6 +19,7 @@ Array = np.ndarray
 TILES = (2, 4, 8, 16, 24, 32, 48, 64, 96, 128)
 SPLITS = (2, 3, 4)  # parts of a sequence
 LOOPS = (8, 16, 32, 64, 128)  # tiles of queries and of keys of which a loop's bounds may be made
+PACKED = (4, 8, 16, 32, 64, 128)  # queries of a tile with all heads of a group
 EDGES: dict[str, Callable[[Array, int, Array], Array]] = {  # of the tile of u that a row is in
     "first": lambda row, u, count: row // u * u,
     "last": lambda row, u, count: np.minimum(row // u * u + u, count) - 1,
@@ -205,7 +206,14 @@ class Places:
         """What hangs on the query head h: rows packed with those of the other heads of a group."""
         i, j, n, m, g = self.i, self.j, self.n, self.m, self.question.group
         packed, row, more = f"(packed row {g} i + h % {g})", g * i + h % g, "- seqlen_k + seqlen_q"
-        return {
+        found: dict[str, Callable[[], Array]] = {}
+        for t in (t for t in PACKED if t < max(self.question.lengths_q)):
+            first, rows = i // t * t, np.minimum(t, n - i // t * t)
+            at = first + (g * (i - first) + h % g) % np.maximum(rows, 1)
+            name = f"j - {packed} of its tile of {t}, modulo its queries"
+            found |= {name: partial(np.subtract, j, at)}
+            found |= {f"{name} {more}": partial(np.subtract, j - m + n, at)}
+        return found | {
             "h": lambda: h + 0 * i,
             f"h % {g}": lambda: h % g + 0 * i,
             f"j - {packed}": lambda: j - row,

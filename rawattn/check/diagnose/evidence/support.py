@@ -75,14 +75,15 @@ class Support:
         return _inside(kind, self.places, self.seen)
 
     def at(self, places: Places) -> Array:
-        """Who sees whom elsewhere, like seen; ValueError where that is known of no such lengths."""
+        """Who sees whom elsewhere, like seen; NotImplementedError where that is known of no such
+        lengths."""
         if self.listed is not None:
             return pairs_of(places.question, self.listed)
         if not self.named:
             q, own = places.question, self.places.question
             same = (q.lengths_q, q.lengths_k) == (own.lengths_q, own.lengths_k)
             if not same or not np.array_equal(q.cu_seqlens_k, own.cu_seqlens_k):
-                raise ValueError("this was read on sequences of other lengths")
+                raise NotImplementedError("this was read on sequences of other lengths")
             more = np.subtract(places.j.shape, self.seen.shape[1:])  # rows of no sequence
             return np.pad(self.seen, [(0, 0), *((0, int(n)) for n in more)])
         found = places.rights.astype(self.seen.dtype) & (self.whole is None)

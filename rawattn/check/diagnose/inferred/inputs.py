@@ -11,9 +11,9 @@ import numpy as np
 
 from rawattn.check.diagnose.catalogue import inputs, stages, tile_sums, tiles
 from rawattn.check.diagnose.catalogue.sparse import selection
-from rawattn.check.diagnose.engine.attention import Bug, Floats, Given, solve
+from rawattn.check.diagnose.engine.attention import Bug, Given, solve
 from rawattn.check.diagnose.engine.effort import spent
-from rawattn.check.diagnose.engine.question import BY_ROW, OF_KEYS, Answers, Question, by_rows
+from rawattn.check.diagnose.engine.question import OF_KEYS, Answers, Question, by_rows
 from rawattn.check.diagnose.evidence.precision import relative_residual
 from rawattn.check.diagnose.inferred import accumulators, dropped
 from rawattn.check.diagnose.inferred.sample import WHOLE, Sample, is_wrong, stored
@@ -22,7 +22,6 @@ EFFORT = 3000.0  # units, for the listed ones of one stage, at most
 YIELDED = 6  # of them for each tensor, in the end
 HELPS, FAR = 0.5, 0.25  # of the right one's residual, and of what was found: at most what is left
 CLOSE = 5e-5  # a number that is as near to another as this is that one
-MOST = 6000  # rows whose order is looked for
 
 
 def numbers(question: Question, answers: Answers, stage: str) -> Iterator[Bug]:
@@ -89,7 +88,7 @@ def _in_words(x: float, q: Question) -> str:
 
 def _rearranged(sample: Sample) -> Iterator[Bug]:
     """Results whose rows, or numbers, are in other places; those of keys alone, and together."""
-    known, of_keys = set[str](), tuple(name for name in sample.wrong if name in OF_KEYS)
+    of_keys = tuple(name for name in sample.wrong if name in OF_KEYS)
     most = {n: min(FAR, HELPS * sample.of_all(n, sample.truth[n])) for n in sample.wrong}
     for names in dict.fromkeys([*((name,) for name in sample.wrong), of_keys]):
         here = {name: sample.truth[name] for name in names}
@@ -98,55 +97,4 @@ def _rearranged(sample: Sample) -> Iterator[Bug]:
             moved = {n: x for n, x in bug.store(sample.question, here).items() if n in here}
             shapes = all(moved[n].shape == x.shape for n, x in here.items())
             if shapes and all(sample.of_all(n, x) < most[n] for n, x in moved.items()):
-                known |= {*names}
                 yield bug
-    for name, noise in sample.wrong.items():
-        if name not in known or name in BY_ROW:
-            yield from _moved(sample, name, max(8 * noise, 1e-3))
-
-
-def _moved(sample: Sample, name: str, allowed: float) -> Iterator[Bug]:
-    """Every token or row as that of the right result which it equals, in another order."""
-    inside = np.flatnonzero(sample.question.sequence_of(name) >= 0)
-    a, b = (x[inside] for x in (sample.found[name], by_rows(name, sample.truth[name])))
-    if not (np.isfinite(a).all() and np.isfinite(b).all()):
-        return
-    heads, rows = a.shape[1], np.arange(a.shape[0] * a.shape[1]).reshape(a.shape[:2])
-    for unit, of in {"tokens": rows, "rows": rows.reshape(-1, 1)}.items():
-        x, y = (x.reshape(rows.size, -1)[of].reshape(len(of), -1) for x in (a, b))
-        told = 2 <= len(x) <= MOST and x.shape[1] >= (8 if unit == "rows" else 4)
-        order = _order(x, y, allowed) if told else None
-        if order is None:
-            continue
-        taken = np.full(rows.size, -1)
-        taken[of] = np.where(order[:, None] < 0, -1, of[order])
-        there = taken >= 0
-        by = (taken - rows.ravel())[there] / heads
-        sequence = np.repeat(sample.question.sequence_of(name)[inside], heads)[there]
-        shifts = {*zip(sequence.tolist(), by.tolist(), strict=True)}
-        shifted = len(shifts) == len(np.unique(sequence)) and all(x.is_integer() for _, x in shifts)
-        count = np.count_nonzero(order - np.arange(len(order)))
-        text = f"{name}: {count} of {len(x)} {unit} are in other places"
-        bug = "offsets-shifted" if shifted else "transposed"
-        store = stored(name, partial(_ordered, inside, taken))
-        yield Bug(bug, text, (sample.stage,), store=store)
-        return
-
-
-def _ordered(inside: np.ndarray, taken: np.ndarray, x: Floats) -> Floats:
-    y, here = x.copy(), x[inside].reshape(len(taken), -1)
-    y[inside] = np.where((taken < 0)[:, None], 0.0, here[taken]).reshape(x[inside].shape)
-    return y
-
-
-def _order(found: Floats, wanted: Floats, allowed: float) -> np.ndarray | None:
-    """Of each vector the wanted one that it equals, -1 for zeros; None if some equal none."""
-    error = np.square(wanted).sum(axis=1) - 2 * (found @ wanted.T)
-    order = error.argmin(axis=1)
-    left = np.square(found - wanted[order]).sum(axis=1)
-    own = np.square(wanted - wanted.mean(axis=0)).sum(axis=1)
-    zero = ~found.any(axis=1)
-    fits = zero | (left <= allowed**2 * np.maximum(own.mean(), own[order]))
-    same = zero | (order == np.arange(len(order)))
-    several = len(np.unique(order[~same])) > (~same).sum() // 2
-    return np.where(zero, -1, order) if fits.all() and several and same.mean() <= 0.99 else None

@@ -17,7 +17,8 @@ from rawattn.check.diagnose.inferred.sample import Sample
 
 FITS = 0.01  # of the squares of what is wrong may be left on the view that is looked at
 ROUNDED = 1e-12  # of them that may be rounding
-MOST = 6  # merges that are planted
+MOST, ALIKE = 6, 60  # merges that are planted, and of which the nearest of all rows are chosen
+SAME = 1e-9  # of squares: what leaves as much is alike
 TENSORS = {
     "forward": {"out": "out", "lse": "lse"},
     "jvp": {"out": "jvp out", "lse": "jvp lse", "e": "tlse", "tout": "tout"},
@@ -45,7 +46,7 @@ def bugs(question: Question, answers: Answers, stage: str) -> list[Bug]:
         at = np.ix_(c.view.rows, c.view.heads)
         found = {of: sample.found[name][at].swapaxes(0, 1) for of, name in names.items()}
         found = {of: x[..., 0] if names[of] in BY_ROW else x for of, x in found.items()}
-        return [*_rescaled(stage, c, found), *_merges(stage, c, found)]
+        return [*_rescaled(stage, c, found), *_merges(sample, c, found)]
     return []
 
 
@@ -76,9 +77,9 @@ def _rescaled(stage: str, c: Context, found: dict[str, Floats]) -> Iterator[Bug]
                 yield Bug("no-rescale", f"{said} {words}, {at}", (stage,), steps=planted)
 
 
-def _merges(stage: str, c: Context, found: dict[str, Floats]) -> list[Bug]:
+def _merges(sample: Sample, c: Context, found: dict[str, Floats]) -> list[Bug]:
     """The merges that come nearest; where all parts have keys some are alike."""
-    near: list[tuple[float, Bug]] = []
+    near, stage = list[tuple[float, Bug]](), sample.stage
     off = {of: _left(x, getattr(_right(stage, c), of)) for of, x in found.items()}
     for at, cut in partial_sums.splits(c.question).items():
         parts, total = partial_sums.parts_of(c, cut), sum(off.values())
@@ -98,7 +99,11 @@ def _merges(stage: str, c: Context, found: dict[str, Floats]) -> list[Bug]:
                 said = [f"{SAID.get(of, of)} {form}" for of, form in wrong.items()]
                 form = "; ".join([*said, at])
                 near.append((total, Bug("partial-merge", form, (stage,), steps=planted)))
-    return [bug for _, bug in sorted(near, key=lambda one: one[0])[:MOST]]
+    near.sort(key=lambda one: one[0])
+    alike = [bug for total, bug in near[:ALIKE] if total <= near[0][0] + SAME]
+    if len(alike) > MOST:  # most splits of few keys are the same
+        return sorted(alike, key=sample.of_wrong)[:MOST]
+    return [bug for _, bug in near[:MOST]]
 
 
 def _left(found: Floats, wanted: Floats, but: Floats | bool = False) -> float:

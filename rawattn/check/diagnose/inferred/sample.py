@@ -156,3 +156,8 @@ class Sample:
         """What a prediction leaves of all of an answer, not of the sample alone."""
         inside = self.question.sequence_of(name) >= 0
         return relative_residual(self.found[name], by_rows(name, wanted), inside)
+
+    def of_wrong(self, bug: Bug) -> float:
+        """What a bug leaves of all answers that are wrong."""
+        planted = self.planted(bug)
+        return sum(self.of_all(name, planted[name]) for name in self.wrong)

@@ -6,9 +6,9 @@ from collections.abc import Iterator
 import numpy as np
 
 from rawattn.check.diagnose.catalogue.tiles import dead, of_late
-from rawattn.check.diagnose.engine.attention import Bug, Store, sequences, solve
+from rawattn.check.diagnose.engine.attention import TILES, Bug, Store, sequences, solve
 from rawattn.check.diagnose.engine.question import OF_KEYS, STAGES, Answers, Question, by_rows
-from rawattn.check.diagnose.evidence.precision import finite, rows_off
+from rawattn.check.diagnose.evidence.precision import eps_of, finite, rows_off
 from rawattn.check.diagnose.evidence.structure import where
 from rawattn.check.diagnose.inferred.sample import Sample, in_rows
 
@@ -36,10 +36,13 @@ def bugs(question: Question, answers: Answers, stage: str) -> Iterator[Bug]:
     if found := {name: of for name, of in rows.items() if of.any()}:
         source = _of_no_keys(question, found)
         elsewhere = any((of & ~none[name]).any() for name, of in found.items())
-        text = source or _in_words(sample, found) + "; all else is right" * elsewhere
+        of_dead = not elsewhere and not {*found} & {*OF_KEYS}
+        said = _without_keys if of_dead else _in_words
+        text = source or said(sample, found) + "; all else is right" * elsewhere
         due = (finite(by_rows(name, sample.truth[name]))[of] for name, of in found.items())
-        of_zeros = "rows-not-written" if {*found} <= {*OF_KEYS} else "dead-rows"  # 0, or -inf
-        name = "dead-rows" if source else "unknown" if any(x.any() for x in due) else of_zeros
+        zeros = not any(x.any() for x in due)  # or -inf
+        name = "dead-rows" if source or of_dead or zeros else "unknown"
+        name = "rows-not-written" if zeros and {*found} <= {*OF_KEYS} and not source else name
         yield Bug(name, text, (stage,), store=_held(found, answers))
     of = next((of for name, of in rows.items() if name not in OF_KEYS), np.zeros(0))
     if of.any() and not question.sparse:
@@ -110,6 +113,56 @@ def _whole_sequences(question: Question, found: Found) -> bool:
 
 def _held(rows: Found, held: Answers) -> Store:
     return lambda _, answers: in_rows(rows, held, answers)
+
+
+def _without_keys(sample: Sample, found: Found) -> str:
+    """What rows hold that see no key, and which of them."""
+    q, texts = sample.question, []
+    nothing, of = dead(q), None
+    for name, rows in sorted(found.items(), reverse=True):  # out before lse
+        x, due = sample.found[name][rows], by_rows(name, sample.truth[name])[rows]
+        number = f"{x.flat[0]:g}" if (x == x.flat[0]).all() else "another number"
+        if name == "out" and (mean := _mean_of(sample, rows)) is not None:
+            number, of = mean
+        elif of is not None and name == "lse" and len(of) == len(x) and np.isfinite(x).all():
+            fill = x[:, 0] - np.log(of)  # in the dtype of lse, whose steps grow with it
+            if np.ptp(fill) <= 4 * eps_of(q.q) * np.abs(fill).max(initial=1.0):
+                number = f"{fill.mean():.4g} + log of their number (masked scores are not -inf)"
+        number += ", not the sink" * (q.sinks is not None and bool(np.isfinite(due).all()))
+        whose = _of_tiles(q, rows, nothing) or ", ".join(where(q, name, rows))
+        texts.append(f"{name} is {number}" + f" ({whose})" * bool((rows != nothing).any()))
+    return f"there {'; '.join(texts)}"
+
+
+def _of_tiles(question: Question, rows: Rows, nothing: Rows) -> str:
+    """Rows without keys as those of tiles of which no query sees any."""
+    at, sequence = question.place_of("q"), question.sequence_of("q")
+    for t in TILES:
+        same = (at[:, None] // t == at // t) & (sequence[:, None] == sequence)
+        if np.array_equal(~(same @ ~nothing), rows):
+            return f"in tiles of {t} queries of which no query sees a key"
+    return ""
+
+
+def _mean_of(sample: Sample, rows: Rows) -> tuple[str, np.ndarray] | None:
+    """Of which keys rows (tokens, heads) of out are the mean of v, in words, and how many: all of
+    the sequence, or its first ones."""
+    q, taken = sample.question, []
+    sums = np.cumsum(np.pad(finite(q.v.astype(np.float64)), ((1, 0), (0, 0), (0, 0))), axis=0)
+    for token, head in np.argwhere(rows):
+        b, x = q.sequence_of("q")[token], sample.found["out"][token, head]
+        first, m = int(q.cu_seqlens_k[b]), q.lengths_k[b]
+        for stop in (m, *range(TILES[0], m, TILES[0])):
+            mean = (sums[first + stop] - sums[first])[head // q.group] / max(stop, 1)
+            if np.abs(x - mean).max() <= 16 * eps_of(q.q) * np.abs(mean).max():
+                taken.append((stop, m))
+                break
+        else:
+            return None
+    stops, lengths = np.array(taken).T
+    told = f"the first {', '.join(map(str, np.unique(stops)))} keys"
+    told = "all keys of their sequence" if (stops == lengths).all() else told
+    return f"the mean of v of {told}, none of which they may see", stops
 
 
 def _in_words(sample: Sample, found: Found) -> str:

@@ -203,8 +203,9 @@ def _found(
     clear = clear and not (name in OF_LENGTHS and _sequences(question, wrong) <= OF_LENGTHS[name])
     where = f"{where}: {', '.join(wrong or works)}"
     given = side, name, where, "high" if clear else "medium", evidence, tuple(others)
-    forms, *more = (part.verdict.forms(name, part.tensors) for part in parts)
-    alike = tuple(x for x in forms if all(x in others for others in more))
+    forms = [(part.verdict.work.stage, part.verdict.forms(name, part.tensors)) for part in parts]
+    every = (x for x in forms[0][1] if all(x in others for _, others in forms))
+    alike = {x: {stage: of[x] for stage, of in forms} for x in every}
     planted = {part.verdict.work.stage: bug for part, bug in zip(parts, bugs, strict=True)}
     one = proofs.finding(*given, title=_title(name, form, must))
     return replace(one, form=form, forms=alike, planted=planted, sight=sight_of(question, bugs[0]))

@@ -23,9 +23,9 @@ from rawattn.check.diagnose.evidence.support import NO_RULE
 from rawattn.check.diagnose.findings import CONFIDENCE, NAMELESS, Diagnosis, Finding, of_sides
 from rawattn.check.diagnose.judge.diagnosis import diagnose, sizes_of
 from rawattn.check.diagnose.judge.least import Asker, least, of_stage, with_lengths
-from rawattn.check.diagnose.judge.match import LOOSE
+from rawattn.check.diagnose.judge.match import LOOSE, catalogue
 from rawattn.check.diagnose.judge.proofs import finding, reference_of
-from rawattn.check.diagnose.judge.traps import ARRAYS, of_traps
+from rawattn.check.diagnose.judge.traps import ARRAYS, of_nan, of_traps
 from rawattn.check.diagnose.judge.whole import costs_of
 from rawattn.check.diagnose.read.name import NEAR, PASSES, UNREAD, Readings, read
 from rawattn.check.expected import Expected, Target, expect
@@ -40,6 +40,7 @@ SURE, COARSE = ("high", "medium"), "narrow-intermediate"
 FURTHER = ((21, 3, 48, 0, 38), (70, 9, 32))  # lengths of what is asked once more
 UNUSED: dict[str, Any] = {"seqused_k": None, "sinks": False, "softcap": None, "causal": False}
 UNUSED |= {"window": (-1, -1), "own": False, "gate": False, "counts": False}
+FORMS = 12  # of a bug that look the same, of which one may hold on further problems
 LEAST = 3  # kinds of cases that are made smaller
 OFFSETS = ("cu_seqlens_q", "cu_seqlens_k")
 OPTIONAL = ("sinks", "tsinks", "seqused_k")
@@ -69,12 +70,13 @@ def explain_failures(
         if found and (spent() > until or _agree(found, spent() - begun)):
             break
         lost = bool(found) and not any(_named(one) for _, one in found)
-        if lost and kind[0].dtype in dtypes:
+        nan = bool(found) and all(of_nan(f) for _, of in found for f in of.findings)
+        if (lost and kind[0].dtype in dtypes) or (nan and kind[0].causal):  # which may hide numbers
             continue
         dtypes |= {kind[0].dtype} if lost else set()
         asked = partial(explain_failure, sides, kind[0], brief=brief)
         again = (of for _, of in found if other is None and _explains(candidate, of, kind[0]))
-        diagnosis = next(again, None) or asked(until=0.0 if lost else until, known=known)
+        diagnosis = next(again, None) or asked(until=0.0 if lost or nan else until, known=known)
         sure = [f for f in diagnosis.findings if f.confidence in SURE and not f.alternatives]
         names = {f.bug for f in sure if f.form is not None} - {*NAMELESS}
         known, brief = Readings(shown=known.shown | names), brief or any(f.sure for f in sure)
@@ -86,7 +88,9 @@ def explain_failures(
     findings = [_asked_once_more(candidate, f, every[f.cases[0]]) for f in findings]
     findings.sort(key=lambda f: (f.bug in NAMELESS, f.rank))
     if findings and (first := findings[0]).side == SIDE and not first.sure:
-        least = _least(candidate, first, [every[name] for name in first.cases])
+        fewest = min(cases, key=lambda case: (case.num_heads_q, _plainness(case)))
+        some = [*(every[name] for name in first.cases[: LEAST - 1]), fewest]  # heads may differ
+        least = _least(candidate, first, some)
         findings[0] = replace(first, least=least or first.least)
     return replace(joined, findings=tuple(findings))
 
@@ -95,9 +99,27 @@ def _asked_once_more(candidate: Candidate, f: Finding, case: Case) -> Finding:
     """A finding that ``case`` shows, as sure as problems of other lengths and options leave it."""
     asked = f.side == SIDE and f.confidence == "high"
     if asked and (lacks := [*_lacking(candidate, f, case)]):
+        for one in _others(candidate, f, case):
+            if not any(_lacking(candidate, one, case)):
+                return one
         told = f"it does not give the numbers of other problems: {', '.join(lacks)}"
         f = replace(f, confidence="medium", evidence=(*f.evidence[:1], told, *f.evidence[1:]))
     return f
+
+
+def _others(candidate: Candidate, f: Finding, case: Case) -> Iterator[Finding]:
+    """The same finding in other forms that ``case`` leaves, and so does its small problem."""
+    asked = question_of(candidate.fit(small(case)), clean=True)
+    forms: dict[str, dict[str, Bug]] = {}
+    for stage in f.planted:
+        for bug in (bug for bug in catalogue(asked, stage) if bug.name == f.bug):
+            forms.setdefault(bug.variant, {})[stage] = bug
+    whole = {form: bugs for form, bugs in forms.items() if bugs.keys() == f.planted.keys()}
+    of_class = replace(f, forms={**f.forms, **whole})
+    for form in [form for form in of_class.forms if form != f.form][:FORMS]:
+        one = of_class.worded(form)
+        if _gives(candidate, asked, one.planted, f.tensors) is not False:
+            yield one
 
 
 def _lacking(candidate: Candidate, f: Finding, case: Case) -> Iterator[str]:
@@ -333,9 +355,10 @@ Kind = tuple[list[Case], Diagnosis]  # cases of one kind, and what was found
 
 
 def _agree(found: Sequence[Kind], effort: float) -> bool:
-    """Whether enough kinds of cases show the same bugs; coarse numbers may hide others at first."""
+    """Whether enough kinds of cases show the same bugs; coarse numbers may hide others at first,
+    and NaN what others show in numbers."""
     dear = effort > DEAR
-    told = [filter(_has_name, of.findings) for _, of in found]
+    told = [[f for f in of.findings if _has_name(f) and (dear or not of_nan(f))] for _, of in found]
     said = [{(f.side, f.bug) for f in of if dear or f.sure or f.bug != COARSE} for of in told]
     same = max(map(said.count, filter(None, said)), default=0)
     few = 2 if same == len(found) and effort > SETTLED else AGREEING

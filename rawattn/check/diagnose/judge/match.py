@@ -35,7 +35,13 @@ OF_ZEROS = 2  # classes that may explain zeros, for one of them to be named
 SHARE = 2.0**-6  # of the size of a row: what another one is off by
 ROWS = 4  # wrong ones, at least, for a bug to be one of these alone
 ELSEWHERE = "; all else is right"
-INEXACT = (ELSEWHERE, "and of no others", "or are not written", "the first tile alone")  # no cause
+INEXACT = (
+    NO_RULE,
+    ELSEWHERE,
+    "and of no others",
+    "or are not written",
+    "the first tile alone",
+)  # no cause
 BETTER = 0.95  # of the residual, at most, that a bug leaves where it is the reason
 FAR = 0.3  # residual of what no rounding explains
 # Tensors of one loop, which a bug of that loop changes together.
@@ -95,6 +101,8 @@ class SearchFailed(RuntimeWarning):
 def _searching() -> Iterator[None]:
     try:
         yield
+    except NotImplementedError:  # of what was read on other lengths alone
+        return
     except (IndexError, ValueError) as error:
         text = f"a search of rawattn-check failed, so that a bug may be missed: {error!r}"
         warnings.warn(text, SearchFailed, stacklevel=3)
@@ -115,6 +123,11 @@ class Explained(NamedTuple):
     @property
     def name(self) -> str:
         return self.prediction.bug.name
+
+    @property
+    def inexact(self) -> bool:
+        """Whether it says what there is, and no cause."""
+        return any(words in self.prediction.bug.variant for words in INEXACT)
 
     @property
     def rms(self) -> float:
@@ -381,10 +394,10 @@ class StageVerdict:
             found.setdefault(one.tensors, {}).setdefault(one.name, one)
         return found
 
-    def forms(self, name: str, tensors: tuple[str, ...]) -> list[str]:
+    def forms(self, name: str, tensors: tuple[str, ...]) -> dict[str, Bug]:
         """Of a class all that fit these tensors, the best fit first."""
         fitting = [one for one in self.explained if (one.name, one.tensors) == (name, tensors)]
-        return [one.prediction.bug.variant for one in fitting]
+        return {one.prediction.bug.variant: one.prediction.bug for one in fitting}
 
     @property
     def left(self) -> tuple[int, int]:
@@ -425,7 +438,7 @@ def _verdict(work: Stage, steps: Sequence[Precision]) -> StageVerdict:
 def _generic(work: Stage, explained: Sequence[Explained]) -> bool:
     """Whether only what was read off tells what is wrong, of block-sparse attention rules too."""
     names = (*LOOSE, "rows-not-written") if work.question.sparse else ("unknown",)
-    return all(x.name in names or NO_RULE in x.prediction.bug.variant for x in explained)
+    return all(one.name in names or one.inexact for one in explained)
 
 
 def _explain(
@@ -458,6 +471,7 @@ def _explain(
     whole, parts = work.telling_ones(whole), work.telling_ones(parts)
     if any(e.tensors == wrong for e in parts):
         whole = [e for e in whole if NO_RULE not in e.prediction.bug.variant]
+    whole = [e for e in whole if not e.inexact] or whole
     if _generic(work, whole):  # bugs of one kernel say more exactly than rules
         whole = [*(e._replace(tensors=wrong) for e in whole), *parts]
 

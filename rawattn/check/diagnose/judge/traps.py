@@ -51,6 +51,11 @@ def of_traps(candidate: Candidate, case: Case, side: str) -> list[Finding]:
     return _of_past(expected, wrong, side)
 
 
+def of_nan(found: Finding) -> bool:
+    """Whether a finding says no more than that NaN gets into results."""
+    return found.bug == NANS[0] and found.form is None
+
+
 def _failing(candidate: Candidate, expected: Expected, **changes: Any) -> Results:
     """The results that are wrong, with other inputs of the same numbers."""
     found = candidate.run(replace(expected, tensors=replace(expected.tensors, **changes)))

@@ -19,6 +19,7 @@ SURE = {
 def as_json(diagnosis: Diagnosis) -> dict[str, Any]:
     """All of it that is text."""
     said = [{n: x for n, x in vars(one).items() if n not in UNSAID} for one in diagnosis.findings]
+    said = [one | {"forms": [*one["forms"]]} for one in said]
     return {"ok": nothing_wrong(diagnosis), **vars(diagnosis), "findings": said}
 
 

@@ -15,7 +15,6 @@ from rawattn.check.diagnose.engine.attention import BACKWARD, FIRST, Bug, See, V
 from rawattn.check.diagnose.engine.lists import Ints, Lists
 from rawattn.check.diagnose.engine.question import STAGES, Question
 from rawattn.check.diagnose.engine.steps import STEPS, Context, Floats, Step, times
-from rawattn.reference.selection import ABSENT
 
 BEYOND = BACKWARD + SECOND
 MISSING, IGNORED, ON_P = (f"sparse-gate-{x}" for x in ("gradient-missing", "ignored", "on-p"))
@@ -123,22 +122,6 @@ def _by_place(order: str, own: bool, question: Question, view: View) -> View:
     return replace(view, slot=np.where(view.slot < 0, -1, np.minimum(place, question.slots - 1)))
 
 
-def _unsorted(order: walks.Order, question: Question, view: View) -> View:
-    """Factors of pairs by queries (``order``: of blocks), where the pairs are sorted by blocks."""
-    if view.slot is None or not question.slots:
-        return view
-    block = (view.keys - question.cu_seqlens_k[view.sequence]) // question.block_size
-    h, i, j = np.nonzero(view.weight > 0)
-    found = np.full((*view.slot.shape[:2], int(block.max(initial=0)) + 1), ABSENT)
-    found[h, i, block[j]] = view.slot[h, i, j]
-    h, i, b = np.nonzero(found != ABSENT)
-    by_row = np.lexsort((order(found[h, i, b], b, question.slots), i, h))
-    h, i, b = h[by_row], i[by_row], b[by_row]
-    by_block, slots = np.lexsort((i, b, h)), found[h, i, b]
-    found[h[by_block], i[by_block], b[by_block]] = slots
-    return replace(view, slot=np.where(view.weight > 0, found[..., block], -1))
-
-
 def _gate_of(change: Change, c: Context) -> Floats | float:
     return per_key(change(c.question, c.view), c.question.block_scale, 1.0)
 
@@ -156,13 +139,7 @@ def _of_the_last(x: Lists) -> Lists:
     return replace(x, times=np.concatenate([last, x.walked[..., -1:]], axis=2))
 
 
-CHANGES: dict[str, Change] = {
-    **{words: partial(_in_slots, of) for words, of in SLOTS.items()},
-    **{
-        f"those of pairs not sorted along, {words}": partial(_unsorted, walks.ORDERS[words])
-        for words in ("in the order of the slots", "blocks ascending")
-    },
-}
+CHANGES: dict[str, Change] = {words: partial(_in_slots, of) for words, of in SLOTS.items()}
 PLACE = "that of its place in the sorted list of blocks"
 KEPT = "that of its place among the slots that are walked, without padding and repeats"
 OTHERS: dict[str, See] = {

@@ -10,7 +10,7 @@ import numpy as np
 
 from rawattn.check.diagnose.catalogue import maps
 from rawattn.check.diagnose.engine.attention import Bug, See, View, sparse_views
-from rawattn.check.diagnose.engine.lists import Ints, Lists, by_token, lists_of
+from rawattn.check.diagnose.engine.lists import Ints, Lists, lists_of
 from rawattn.check.diagnose.engine.question import Question
 
 TILES = (4, 6, 8, 16, 32)
@@ -61,6 +61,10 @@ def _uncut(free: Callable[[Ints, Ints], Any]) -> Change:
     return change
 
 
+def _is_own(x: Lists) -> Ints:
+    return np.asarray((x.named == x.own_block) & x.question.causal)
+
+
 def _in_32_bits(x: Lists) -> Ints:
     """Blocks by their first key, as an integer of so many bits."""
     return np.asarray(((x.named * x.size + 2**31) % 2**32 - 2**31) // x.size)
@@ -82,7 +86,7 @@ def _union(size: int, x: Lists) -> Lists:
 
 MISSING, TWICE, CUT = "sparse-own-block-missing", "sparse-duplicate-twice", "sparse-list-cut"
 READ, OPEN, COUNTS = "sparse-padding-read", "sparse-not-causal", "sparse-counts-ignored"
-MISREAD, PLACE = "sparse-lists-misread", "sparse-other-place"
+MISREAD, PLACE, UNION = "sparse-lists-misread", "sparse-other-place", "sparse-tile-union"
 TABLE: tuple[Row, ...] = (
     (OPEN, "everywhere", _uncut(lambda slot, own: slot)),
     (OPEN, "in the own block", _uncut(lambda slot, own: own)),
@@ -108,6 +112,7 @@ TABLE: tuple[Row, ...] = (
     (CUT, "at the first that is no block of the sequence", _ending(lambda x: ~x.is_block)),
     (CUT, "blocks behind the own", _only(lambda x: x.counted & (x.named <= x.own_block))),
     (CUT, "at the first repeat", _ending(lambda x: x.number > 0)),
+    (CUT, "an own block that is named, where causal", _only(lambda x: x.counted & ~_is_own(x))),
     (OPEN, "in the block around the query", _uncut(lambda slot, own: slot & own)),
     (OPEN, "everywhere, the own block too", _uncut(lambda slot, own: True)),
 )
@@ -125,7 +130,7 @@ def rows(question: Question) -> Iterator[Row]:
         for factors, own in ((of, ""), (right, ", with its own gate")):
             yield ("sparse-other-heads-selection", f"{words}{own}", partial(of_heads, of, factors))
     for size in (size for size in TILES if size < 2 * max(question.lengths_q, default=0)):
-        yield ("sparse-tile-union", f"of {size} queries", partial(_union, size))
+        yield (UNION, f"of {size} queries", partial(_union, size))
 
 
 def of_heads(of: Ints, factors: Ints, x: Lists) -> Lists:
@@ -149,15 +154,8 @@ def misread(question: Question) -> Iterator[Bug]:
     for by, some in product(maps_of(question), alone):
         text, see = f"{' and '.join(some)}, {by.words}", listed(partial(moved, by, some))
         yield Bug(MISREAD, text, see=see)
-    places: dict[str, Of] = PLACES | {
-        f"where {words.format(t)} stands": partial(_of_row, words, t)
-        for t, words in product(TILES, (maps.TILED, maps.LAST))
-    }
-    for (words, number), (what, fields) in product(places.items(), OF_PLACES.items()):
+    for (words, number), (what, fields) in product(PLACES.items(), OF_PLACES.items()):
         yield Bug(PLACE, f"{what}: {words}", see=listed(where(**dict.fromkeys(fields, number))))
-        if fields == ("bound",) and question.causal:
-            walked = where(counted=lambda x: x.counted & (x.named <= x.own_block), bound=number)
-            yield Bug(PLACE, f"the mask in blocks up to the own: {words}", see=listed(walked))
 
 
 def maps_of(question: Question) -> Iterator[maps.Map]:
@@ -188,9 +186,3 @@ def moved(by: maps.Map, names: Sequence[str], x: Lists) -> Lists:
         taken = by.moved(replace(g, shape=array.shape), array, -1.0)
         found[name] = taken if name == "block_indices" else taken[..., 0]
     return replace(lists_of(replace(x.question, **found)), question=x.question)
-
-
-def _of_row(words: str, tile: int, x: Lists) -> Ints:
-    """The place of another query of the sequence, which ``maps`` has these words for."""
-    n = by_token(x.question, x.question.lengths_q)
-    return np.asarray(x.place - x.row + maps.ROWS[words](x.row, tile, n))

@@ -33,7 +33,6 @@ SHARES: dict[str, Share] = {
 }
 LEFT: dict[str, Share] = {  # by lists of so many, whole lots, and so many splits
     **{words: SHARES[words] for words in (AT_MOST, LOTS_ALONE)},
-    "in {} equal parts, rounded down, alone": lambda p, n, t: p < np.maximum(n // t, 1) * t,
 }
 OVERWRITES = "the last {} alone"
 READS = {"K in Q K^T, V in P V": ("Y", "O"), "K in Q K^T": ("Y",), "V in P V": ("O",)}
@@ -98,6 +97,7 @@ def splits(question: Question) -> dict[str, Steps]:
         part = tuple((slot * parts + up * (parts - 1)) // count for slot in range(count))
         found.setdefault(part, f"{parts} parts of the slots, the {('first', 'last')[up]} longer")
     parted: dict[str, Steps] = {x: partial(_parts, part) for part, x in found.items() if any(part)}
+    parted["the own block and the rest"] = _own_and_rest
     for (words, order), size, rest in product(ORDERS.items(), (1, 2, 4), (False, True)):
         text = f"{size} blocks and the rest" if rest else f"parts of {size} blocks"
         parted[f"{text}, {words}"] = partial(_parted, order, size, rest)
@@ -113,6 +113,15 @@ def _parts(part: tuple[int, ...], c: Context) -> list[Ints]:
         return [c.W > 0]
     of = np.array(part)[np.where(c.view.slot < 0, len(part) - 1, c.view.slot)]
     return [(c.W > 0) & (of == number) for number in range(max(part) + 1)]
+
+
+def _own_and_rest(c: Context) -> list[Ints]:
+    """Pairs of the own block, whether a slot names it or not, and all others."""
+    if c.view.lists is None:
+        return [c.W > 0]
+    block = (c.view.keys - c.question.cu_seqlens_k[c.view.sequence]) // c.question.block_size
+    own = c.view.lists.own_block[c.view.rows, 0] == block
+    return [(c.W > 0) & own, (c.W > 0) & ~own]
 
 
 def bugs(question: Question, wrong: Collection[str]) -> Iterator[Bug]:
@@ -193,10 +202,10 @@ def _taken(order: Order, which: stages.Which, c: Context) -> Ints:
     blocks[h, i, place[h, i, j]] = j // size
     steps = np.zeros((blocks.shape[2] + 1, blocks.shape[2]), dtype=np.int64)
     for n in range(1, len(steps)):
-        steps[n, :n] = which(np.arange(n))
+        steps[n, :n] = np.minimum(which(np.arange(n)), n)  # behind the last one there is none
     taken = np.full(place.shape, keys)
     other = blocks[h, i, steps[count[h, i, 0], place[h, i, j]]]
-    key = np.minimum(other * size + j % size, keys)
+    key = np.where(other < 0, keys, np.minimum(other * size + j % size, keys))
     there = np.pad(place >= 0, [(0, 0), (0, 0), (0, 1)])[h, i, key]
     taken[h, i, j] = np.where(there, key, keys)
     return taken
