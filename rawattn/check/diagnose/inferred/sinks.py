@@ -28,9 +28,10 @@ def said(question: Question, stage: str, given: Passed, found: Floats, allowed: 
             if np.abs(y - found).max() <= allowed:
                 text = f"the sum of {term} over {of}{sign}"
                 like[text] = changes + (of != ALL) + (sign != "")
-    for term, x in _elsewhere(question, given, stage).items():
+    for by in maps.families(question, True) if stage == "backward" else ():
+        x = by.moved(maps.geometry(question, "lse"), terms[f"{ITS} D"][0])
         if np.abs(x.sum(axis=1) + found).max() <= allowed:
-            like[f"the sum of {term}"] = 1
+            like[f"the sum of {ITS} D over {ALL}, summed as other rows: {by.words}"] = 1
     best = [text for text in like if like[text] == min(like.values())]
     return f"it is {' or '.join(best[:2])}" if best else ""
 
@@ -63,27 +64,6 @@ def _terms(question: Question, given: Passed, stage: str) -> dict[str, tuple[Flo
     for n, x in parts.items():
         bare = weights[ITS] * (whole - x) + x
         found[f"{ITS} {first}, but {n} without {ITS},"] = bare * inside, 1
-    return found
-
-
-def _elsewhere(question: Question, given: Passed, stage: str) -> dict[str, Floats]:
-    """exp(sink - lse) D of rows, or a part of it, as other places have it."""
-    if stage != "backward":
-        return {}
-    inside, g = question.sequence_of("q") >= 0, maps.geometry(question, "lse")
-    parts = {"D": deltas(question, Same(given)), "lse": dead_to_inf(np, np.array(given[1], float))}
-    parts["sink"] = np.multiply.outer(np.asarray(question.sinks), np.ones(len(inside)))
-
-    def term(sink: Floats, lse: Floats, D: Floats) -> Floats:
-        with np.errstate(over="ignore"):
-            return np.where(inside, np.exp(sink - lse) * D, 0.0)
-
-    found, text = dict[str, Floats](), f"{ITS} D over {ALL}"
-    for by in maps.families(question, True):
-        found[f"{text}, summed as other rows: {by.words}"] = by.moved(g, term(**parts))
-        for name, x in parts.items():
-            of = f"{text}, with the {name} of other rows: {by.words}"
-            found[of] = term(**parts | {name: by.moved(g, x)})
     return found
 
 
