@@ -1,46 +1,21 @@
 """Numbers of rows that are others in a derivative: a row statistic (e, W, D), or how often a term
 has a row. Results are linear in each of them, so that they tell that number row by row; what it is
-in place of the right one, is told of all rows at once. Long by the ways of reading them."""
+in place of the right one, is told of all rows at once."""
 
-import math
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import lru_cache, partial
 from itertools import product
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 
 from rawattn.check.diagnose.catalogue import maps
 from rawattn.check.diagnose.catalogue.reading import of_view
 from rawattn.check.diagnose.catalogue.second_order import at, with_values
-from rawattn.check.diagnose.engine.attention import (
-    PROGRAMS,
-    RESULTS,
-    TILES,
-    Bug,
-    Same,
-    contexts,
-    run_steps,
-    sequences,
-)
-from rawattn.check.diagnose.engine.question import (
-    BY_ROW,
-    OF_KEYS,
-    OF_SLOTS,
-    Answers,
-    Question,
-    by_rows,
-)
-from rawattn.check.diagnose.engine.steps import (
-    SCORES,
-    STEPS,
-    Context,
-    Floats,
-    Step,
-    changed,
-    row_max,
-)
+from rawattn.check.diagnose.engine.attention import TILES, Bug, Same, contexts, sequences
+from rawattn.check.diagnose.engine.question import BY_ROW, OF_KEYS, OF_SLOTS, Question, by_rows
+from rawattn.check.diagnose.engine.steps import STEPS, Context, Floats, Step, row_max
 from rawattn.check.diagnose.evidence.precision import finite
 from rawattn.check.diagnose.evidence.structure import where
 from rawattn.check.diagnose.inferred.sample import Sample
@@ -49,9 +24,6 @@ from rawattn.check.diagnose.read.fields import sum_in_words, sums_of
 from rawattn.check.diagnose.read.terms import of_columns
 
 LEAST = 1e-3  # of what numbers are known by in most rows: where it is less they are not known
-MOST_ROWS = 400  # of all heads, of which a result of keys is a sum
-SOLVED = 3.0  # times as much may be left of numbers that are solved for together
-OF_KEYS_ALONE = ("K", "V", "tK", "tV")  # have no rows of queries
 QUANTITIES: dict[str, Step] = {  # (heads, n) of a context that a number may hold; of jvp the last
     **{"W": lambda c: c.w, "D": lambda c: c.D, "dlse": lambda c: c.dL + 0 * c.e},
     **{"e": lambda c: c.e, "lse": lambda c: c.L, "row_max": row_max},
@@ -134,37 +106,27 @@ def _D_of(step: str, more: Step) -> dict[str, Step]:
     return {step: with_values(step, D=lambda c: c.D + more(c))}
 
 
-def _often(steps: str, of: str, more: Step) -> dict[str, Step]:
-    """An operand that no other term of these steps has; tP of tO is that of P o E."""
-
-    def many(c: Context) -> Floats:
-        x = c.P * c.E if (steps, of) == ("tO", "tP") else getattr(c, of)
-        return np.asarray(getattr(c, of) + x * more(c)[..., None])
-
-    return {step: with_values(step, **{of: many}) for step in steps.split()}
+def _often(more: Step) -> dict[str, Step]:
+    """P, which is in the product with the direction of v alone."""
+    return {"tO": with_values("tO", P=lambda c: c.P * (1 + more(c)[..., None]))}
 
 
 NUMBERS = {
     "second": (
         Number("e", "e", partial(_more_of, "e")),
         Number("e of the second pass", "e", partial(_e_of, "dS', gv")),
-        *(Number(f"e in {x}", "e", partial(_e_of, x)) for x in ("dS'", "gv", "ddout, W", "ddout")),
+        *(Number(f"e in {x}", "e", partial(_e_of, x)) for x in ("dS'", "ddout, W", "ddout")),
         Number("ddlse", "e", partial(_more_of, "tL")),
         Number("W", "W", partial(_more_of, "w")),
         Number("D", "D", partial(_more_of, "D")),
         *(Number(f"D in {x}", "D", partial(_D_of, y)) for x, y in (("dS'", "tdS"), ("dS", "dS"))),
-        Number("how often P ddv is in ddout", "", partial(_often, "tO", "P")),
-        Number("how often (P o E) v is in ddout", "", partial(_often, "tO", "tP")),
-        Number("how often dS' is in gq and gk", "", partial(_often, "gQ gK", "tdY")),
-        Number("how often dS is in gq and gk", "", partial(_often, "gQ gK", "dY")),
-        Number("how often P' is in gv", "", partial(_often, "gV", "tP")),
+        Number("how often P ddv is in ddout", "", _often),
     ),
     "jvp": (
         Number("e", "e", partial(_more_of, "e")),
         Number("e in tout", "e", partial(_e_of, "ddout")),
         Number("tlse", "e", partial(_more_of, "tL")),
-        Number("how often P tv is in tout", "", partial(_often, "tO", "P")),
-        Number("how often (P o E) v is in tout", "", partial(_often, "tO", "tP")),
+        Number("how often P tv is in tout", "", _often),
     ),
 }
 
@@ -186,79 +148,29 @@ def bugs(sample: Sample) -> Iterator[Bug]:
         steps = number.adding(QUANTITIES[""])
         one = sample.planted(Bug("", stages=(sample.stage,), steps=steps))
         moved = {n for n, x in sample.truth.items() if not np.array_equal(one[n], x)} - {*OF_SLOTS}
-        told = sorted(moved & sample.wrong.keys(), key=lambda n: (n in OF_KEYS, n in BY_ROW))
+        told = sorted(moved & sample.wrong.keys() - {*OF_KEYS}, key=lambda n: n in BY_ROW)
         if told and moved - {*OF_KEYS, "gq"} <= sample.wrong.keys():  # these have kernels apart
-            of_keys = told[0] in OF_KEYS
-            by = _of_keys(sample, told[0], steps) if of_keys else _of_rows(sample, told[0], one)
-            yield from _told(rows, number, by) if by else ()
+            read = _read(sample, told[0], by_rows(told[0], one[told[0]]))
+            yield from _told(rows, number, read) if read else ()
 
 
-def _of_rows(sample: Sample, tensor: str, one: Answers) -> Read | None:
-    """What a result of rows tells, if it is right but for the number of each."""
+def _read(sample: Sample, tensor: str, one: Floats) -> Read | None:
+    """What a result of rows tells, if it is right but for the number of each; nothing where
+    rounding leaves too much of what is off. ``one``: the result with 1 more of each number."""
     found, right = sample.found[tensor], by_rows(tensor, sample.truth[tensor])
     inside = (sample.question.sequence_of(tensor) >= 0)[:, None, None]
-    there, more = np.isfinite(found + right) & inside, finite(by_rows(tensor, one[tensor]))
-    due, by = (np.where(there, x - right, 0.0) for x in (found, more))
-    allowed, size = _allowed(sample, tensor, right, due), (by * by).sum(axis=2)
+    there = np.isfinite(found + right) & inside
+    due, by = (np.where(there, x - right, 0.0) for x in (found, finite(one)))
+    size = (by * by).sum(axis=2)
     known = np.sqrt(size) > LEAST * np.sqrt(size.mean())
     size = np.where(known, size, 1.0)
     added = np.where(known, (due * by).sum(axis=2) / size, 0.0)
-    if np.linalg.norm(due - added[..., None] * by) > allowed:
+    off, rounded = np.linalg.norm(due), sample.wrong[tensor] * np.linalg.norm(finite(right))
+    allowed = max(rounded, CLOSE * off)
+    clear = off <= rounded or allowed**2 <= CLEAR * off**2
+    if not clear or np.linalg.norm(due - added[..., None] * by) > allowed:
         return None
     return Read(known.T, added.T, (allowed / np.sqrt(known.sum() * size)).T)
-
-
-def _of_keys(sample: Sample, tensor: str, steps: Mapping[str, Step]) -> Read | None:
-    """What a result of keys tells, a sum over all rows of a view, if it is right but for these."""
-    read = Read(
-        *(np.zeros(sample.question.q.shape[1::-1], dtype) for dtype in (bool, float, float))
-    )
-    views = contexts(sample.question, sample.stage, sample.given)
-    for c in sorted(views, key=lambda c: not sample.has(c.view)):
-        at, count = (c.view.keys, c.view.head_kv), math.prod(c.S.shape[:2])
-        right = by_rows(tensor, sample.truth[tensor])[at]
-        due = (sample.found[tensor][at] - right).ravel()
-        whole = np.isfinite(due).all() and c.view.lists is None
-        if not whole or c.sink is not None or count > min(MOST_ROWS, due.size):
-            return None
-        by = _apart(c, sample.stage, tensor, steps).reshape(count, -1).T
-        size = np.linalg.norm(by, axis=0)
-        known = size > LEAST * np.sqrt((size**2).mean())
-        size = np.where(known, size, 1.0)
-        x = np.where(known, np.linalg.lstsq(by / size, due, rcond=1e-9)[0] / size, 0.0)
-        allowed = _allowed(sample, tensor, right, due)
-        if np.linalg.norm(by @ x - due) > allowed:
-            return None
-        for of_all, of in zip(read, (known, x, SOLVED * allowed / size), strict=True):
-            of_all[c.view.heads[:, None], c.view.rows] = of.reshape(c.S.shape[:2])
-    return read
-
-
-def _allowed(sample: Sample, tensor: str, right: Floats, due: Floats) -> float:
-    """What may be left of what is off; nothing where rounding leaves too much of it."""
-    off, size = (float(np.linalg.norm(finite(x))) for x in (due, right))
-    rounded = sample.wrong[tensor] * size
-    clear = off <= rounded or max(rounded, CLOSE * off) ** 2 <= CLEAR * off**2
-    return max(rounded, CLOSE * off) if clear else 0.0
-
-
-def _apart(c: Context, stage: str, tensor: str, steps: Mapping[str, Step]) -> Floats:
-    """What each row adds to a result of keys with these steps, less what it must, (rows, m, d): as
-    if every row were a head of its own."""
-    c = changed(c, W=np.broadcast_to(c.W, c.S.shape))
-    found = []
-
-    def split(x: Any) -> Any:
-        if isinstance(x, tuple):
-            return tuple(map(split, x))
-        of_rows = isinstance(x, np.ndarray) and x.shape[:2] == c.S.shape[:2]
-        return x.reshape(-1, 1, *x.shape[2:]) if of_rows else x
-
-    for planted in (steps, {}):
-        each = changed(c, **{n: x if n in OF_KEYS_ALONE else split(x) for n, x in vars(c).items()})
-        run_steps(each, PROGRAMS[stage][len(SCORES) :], Bug("", steps=planted))
-        found.append(np.asarray(getattr(each, RESULTS[stage][tensor])))
-    return np.asarray(found[0] - found[1])
 
 
 def _told(rows: Rows, number: Number, read: Read) -> Iterator[Bug]:
