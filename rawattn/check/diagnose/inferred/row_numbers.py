@@ -5,7 +5,6 @@ in place of the right one, is told of all rows at once."""
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import lru_cache, partial
-from itertools import product
 from typing import NamedTuple
 
 import numpy as np
@@ -21,7 +20,6 @@ from rawattn.check.diagnose.evidence.structure import where
 from rawattn.check.diagnose.inferred.sample import Sample
 from rawattn.check.diagnose.inferred.terms import CLEAR, CLOSE
 from rawattn.check.diagnose.read.fields import sum_in_words, sums_of
-from rawattn.check.diagnose.read.terms import of_columns
 
 LEAST = 1e-3  # of what numbers are known by in most rows: where it is less they are not known
 QUANTITIES: dict[str, Step] = {  # (heads, n) of a context that a number may hold; of jvp the last
@@ -31,18 +29,13 @@ QUANTITIES: dict[str, Step] = {  # (heads, n) of a context that a number may hol
     "1 / row_sum": lambda c: np.exp(row_max(c) - c.L),
     "": lambda c: np.ones(c.S.shape[:2]),
 }
-SUMMED: dict[str, Step] = {  # what they are sums of, (heads, n, columns)
-    "dout . ddout": lambda c: c.dO * c.tO,
-    "dout . out": lambda c: c.dO * c.O,
-}
-OF = {"W": ("second-w-omitted", "dout . ddout"), "D": ("delta-of-another-out", "dout . out")}
-OF |= {"e": ("tangent-e-omitted", ""), "": ("second-term-dropped", "")}
-KEPT = {"of its head": 0, "of all heads": 1, "of all heads and sequences": 2}
+OF = {"W": "second-w-omitted", "D": "delta-of-another-out"}
+OF |= {"e": "tangent-e-omitted", "": "second-term-dropped"}
 
 
 @dataclass(frozen=True)
 class Rows:
-    """Those of a stage of a question, (num_heads_q, total_q) or with columns too."""
+    """Those of a stage of a question, (num_heads_q, total_q)."""
 
     question: Question
     given: Same | None
@@ -50,36 +43,25 @@ class Rows:
 
     @lru_cache(maxsize=32)  # noqa: B019
     def of(self, name: str) -> Floats:
-        """One of QUANTITIES, or what one is a sum of."""
-        found: Floats | None = None
-        step = QUANTITIES[name] if name in QUANTITIES else SUMMED[name]
+        """One of QUANTITIES."""
+        found = np.zeros(self.question.q.shape[1::-1])
         for c in contexts(self.question, self.stage, self.given):
-            x = finite(step(c))
-            shape = (*self.question.q.shape[1::-1], *x.shape[2:])
-            found = np.zeros(shape) if found is None else found
-            found[c.view.heads[:, None], c.view.rows] = x
-        return np.zeros(self.question.q.shape[1::-1]) if found is None else found
+            found[c.view.heads[:, None], c.view.rows] = finite(QUANTITIES[name](c))
+        return found
 
     def summed(self, often: Mapping[str, float]) -> Floats:
         return np.asarray(sum((x * self.of(n) for n, x in often.items()), 0.0 * self.of("")))
 
-    def of_columns(self, name: str, often: Floats) -> Floats:
-        return np.asarray(self.of(name) @ often)
-
     def moved(self, name: str, by: maps.Map) -> Floats:
         return by.moved(maps.geometry(self.question, "lse"), self.of(name))
 
-    def kept(self, name: str, tile: int, every: int) -> Floats:
-        """Sums that are cleared for every head (0), every sequence (1), or never (2)."""
-        found, held = self.of(name).copy(), np.zeros(tile)
+    def kept(self, name: str, tile: int) -> Floats:
+        """Sums that are cleared for every head of a sequence, not for each of its tiles."""
+        found = self.of(name).copy()
         for _, rows, _ in sequences(self.question):
-            held *= every > 1
-            for head in range(len(found)):
-                held *= every > 0
-                for start in range(0, len(rows), tile):
-                    here = rows[start : start + tile]
-                    found[head, here] += held[: len(here)]
-                    held[: len(here)] = found[head, here]
+            for start in range(tile, len(rows), tile):
+                here = rows[start : start + tile]
+                found[:, here] += found[:, here - tile]
         return found
 
 
@@ -200,23 +182,16 @@ def _near(x: Floats, due: Floats, unit: Floats) -> bool:
 def _forms(
     rows: Rows, right: str, known: np.ndarray, x: Floats, unit: Floats
 ) -> Iterator[tuple[str, str, Numbers]]:
-    """What numbers may be in place of the right ones: sums of two others, or of some columns, those
-    of other places, and sums that go on from one tile of queries to the next."""
-    name, product_of = OF[right]
+    """What numbers may be in place of the right ones: sums of two others, those of other places, and
+    sums that go on from one tile of queries to the next."""
     names = [*QUANTITIES][3 if rows.stage == "jvp" else 0 :]
     basis = {n: rows.of(n)[known] / unit for n in names}
     for by in sums_of({n: of for n, of in basis.items() if of.any()}, x / unit, 2):
-        kind = "not-normalised" if "row_sum" in by and not right else name
+        kind = "not-normalised" if "row_sum" in by and not right else OF[right]
         yield kind, sum_in_words(by), partial(Rows.summed, often=by)
-    if product_of and len(x) > 2 * rows.question.v.shape[2]:
-        columns = rows.of(product_of)[known] / unit[:, None]
-        often = np.linalg.lstsq(columns, x / unit, rcond=1e-9)[0]
-        text = f"{product_of} {of_columns(often)[0]}"
-        yield name, text, partial(Rows.of_columns, name=product_of, often=often)
     for by_map in maps.families(rows.question, True) if right else ():
         text = f"that of other rows: {by_map.words}"
         yield "statistics-misplaced", text, partial(Rows.moved, name=right, by=by_map)
-    for tile, (words, every) in product(TILES, KEPT.items()) if right else ():
-        text = f"the sums of the tiles of {tile} queries before too, {words}"
-        of = partial(Rows.kept, name=right, tile=tile, every=every)
-        yield "accumulator-not-reset", text, of
+    for tile in TILES if right else ():
+        text = f"the sums of the tiles of {tile} queries of its head before too"
+        yield "accumulator-not-reset", text, partial(Rows.kept, name=right, tile=tile)
