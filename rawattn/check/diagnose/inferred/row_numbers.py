@@ -65,9 +65,6 @@ class Rows:
         return found
 
 
-Numbers = Callable[[Rows], Floats]  # (num_heads_q, total_q)
-
-
 class Number(NamedTuple):
     """One of each row, which is ``right`` of QUANTITIES; adding: with so much more in it."""
 
@@ -84,10 +81,6 @@ def _more_of(step: str, more: Step) -> dict[str, Step]:
     return {step: lambda c: STEPS[step](c) + more(c)}
 
 
-def _D_of(step: str, more: Step) -> dict[str, Step]:
-    return {step: with_values(step, D=lambda c: c.D + more(c))}
-
-
 def _often(more: Step) -> dict[str, Step]:
     """P, which is in the product with the direction of v alone."""
     return {"tO": with_values("tO", P=lambda c: c.P * (1 + more(c)[..., None]))}
@@ -101,7 +94,6 @@ NUMBERS = {
         Number("ddlse", "e", partial(_more_of, "tL")),
         Number("W", "W", partial(_more_of, "w")),
         Number("D", "D", partial(_more_of, "D")),
-        *(Number(f"D in {x}", "D", partial(_D_of, y)) for x, y in (("dS'", "tdS"), ("dS", "dS"))),
         Number("how often P ddv is in ddout", "", _often),
     ),
     "jvp": (
@@ -159,7 +151,8 @@ def _told(rows: Rows, number: Number, read: Read) -> Iterator[Bug]:
     """What the number of each row is in place of the right one."""
     right, known, every = number.right, read.known, rows.of(number.right) + read.added
     x, unit = every[known], read.noise[known]
-    close = (f for f in _forms(rows, right, known, x, unit) if _near(x, f[2](rows)[known], unit))
+    forms = _forms(rows, right, known, x, unit)
+    close = (f for f in forms if np.mean(((x - f[2](rows)[known]) / unit) ** 2) <= 1)
     name, text, of = next(close, ("", "", lambda _: every))
     if not name and number.text not in BY_ROW:
         off = known & (abs(read.added) > CLOSE * abs(read.added).max())
@@ -175,15 +168,11 @@ def _told(rows: Rows, number: Number, read: Read) -> Iterator[Bug]:
         yield Bug(name, f"{number.text} holds {text}", (rows.stage,), steps=number.adding(more))
 
 
-def _near(x: Floats, due: Floats, unit: Floats) -> bool:
-    return bool(np.mean(((x - due) / unit) ** 2) <= 1)
-
-
 def _forms(
     rows: Rows, right: str, known: np.ndarray, x: Floats, unit: Floats
-) -> Iterator[tuple[str, str, Numbers]]:
-    """What numbers may be in place of the right ones: sums of two others, those of other places, and
-    sums that go on from one tile of queries to the next."""
+) -> Iterator[tuple[str, str, Callable[[Rows], Floats]]]:
+    """What numbers may be in place of the right ones, the class, and the words: sums of two others,
+    those of other places, and sums that go on from one tile of queries to the next."""
     names = [*QUANTITIES][3 if rows.stage == "jvp" else 0 :]
     basis = {n: rows.of(n)[known] / unit for n in names}
     for by in sums_of({n: of for n, of in basis.items() if of.any()}, x / unit, 2):

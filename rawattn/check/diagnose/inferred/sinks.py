@@ -46,25 +46,20 @@ def _terms(question: Question, given: Passed, stage: str) -> dict[str, tuple[Flo
     weights = _weights(question, sinks, lse)
     if stage == "backward":
         rows = {"D": D, "": 1 + 0 * D, "dout . out": D + dlse}
-        parts, whole = dict[str, Floats](), D
     else:
         e, W = (array_of(question, Same(given), name) for name in ("e", "w"))
         moved = 0 * sinks if question.tsinks is None else np.asarray(question.tsinks)[:, None]
         parts = {"ddsinks D": moved * D, "e D": -e * D, "W": W}
-        whole, text = moved * D - e * D + W, "((ddsinks - e) D + W)"
+        whole, text = (moved - e) * D + W, "((ddsinks - e) D + W)"
         weights, rows = {ITS: weights[ITS]}, {text: whole}
         for how, often in (("without", -1), ("with the other sign of", -2), ("with twice", 1)):
             rows |= {f"{text} {how} {n}": whole + often * x for n, x in parts.items()}
         rows[f"{text} without dlse in D"] = whole + (moved - e) * dlse
     first = next(iter(rows))
-    found = {
+    return {
         f"{by} {row}".strip(): (w * inside * x, (by != ITS) + (row != first))
         for (by, w), (row, x) in product(weights.items(), rows.items())
     }
-    for n, x in parts.items():
-        bare = weights[ITS] * (whole - x) + x
-        found[f"{ITS} {first}, but {n} without {ITS},"] = bare * inside, 1
-    return found
 
 
 def _weights(question: Question, sinks: Floats, lse: Floats) -> dict[str, Floats]:
