@@ -5,7 +5,6 @@ import itertools
 import math
 from collections.abc import Iterator
 from functools import partial
-from itertools import chain
 
 import numpy as np
 
@@ -27,10 +26,9 @@ CLOSE = 5e-5  # a number that is as near to another as this is that one
 def numbers(question: Question, answers: Answers, stage: str) -> Iterator[Bug]:
     """Bugs whose numbers are read off the answers of ``stage``; none where nothing can be read."""
     for sample in _samples(question, answers, stage):
-        yield from _constants(sample)
-        yield from accumulators.bugs(sample)
-        yield from chain(accumulators.of_heads(sample), accumulators.without_D(sample))
-        yield from _rearranged(sample)
+        sums = accumulators.bugs, accumulators.of_heads, accumulators.without_D
+        for of in (_constants, *sums, _rearranged):
+            yield from of(sample)
 
 
 def bugs(question: Question, answers: Answers, stage: str) -> Iterator[Bug]:
