@@ -9,15 +9,16 @@ from rawattn.check.diagnose.evidence.places import Places
 from rawattn.check.diagnose.evidence.support import LESS, MORE, OTHER, Support
 
 BACKWARD_ONLY = "mask-missing-in-backward"
+TAILS = ("j - seqlen_k // ", "i - seqlen_q // ")  # places behind the last whole tile
 
 
 def class_of(support: Support, alive: np.ndarray, *, backward: bool) -> str:
     """The class of a mask of out, or of dv. alive: rows (num_heads_q, total_q) that were read."""
     places, dense = support.places, not support.places.question.sparse
-    if support.of_rows and not backward:
-        return "rows-not-written" if support.plain else "unknown"
+    lost, due = support.inside(LESS), places.rights & alive[..., None]
     if support.of_rows:
-        return of_pairs(places, support.inside(LESS), places.rights & alive[..., None])
+        known = "rows-not-written" if support.plain else "unknown"
+        return of_pairs(places, lost, due) if backward else known
     if dense:
         known = [(BACKWARD_ONLY, window) for _, window in unmasked(places.question) if backward]
         known += [(name, window) for name, _, window in windows(places.question)]
@@ -30,10 +31,12 @@ def class_of(support: Support, alive: np.ndarray, *, backward: bool) -> str:
         return "neighbour-leak" if (support.inside(OTHER) & ~own).any() else "seqused-ignored"
     spans = [span for part in support.parts if part.rule for span in part.rule.spans]
     if backward and kinds == {LESS} and dense:
-        return of_pairs(places, support.inside(LESS), places.rights & alive[..., None])
+        return of_pairs(places, lost, due)
     by_distance = support.named and {span.feature for span in spans} in ({"j - i"}, {"j - p"})
     if backward and kinds == {MORE} and dense and not by_distance:
         return BACKWARD_ONLY
+    if spans and all(x.feature.startswith(TAILS) and x[1:] == (0, None) for x in spans):
+        return "tail-tile-dropped"
     one = [span.feature for span in spans if span.low == span.high and "ceil" not in span.feature]
     of_tile = len(spans) == len(one) == 1 and one[0].startswith(("j //", "(seqlen_k - 1) //"))
     return "tile-skipped" if kinds == {LESS} and of_tile else "wrong-keys"

@@ -51,11 +51,9 @@ def map_of_lse(read: Weights) -> tuple[maps.Map, float] | None:
     found = np.where(seen & told[..., None], read.right.S - logs_of(read, seen), np.nan)
     found[gone] = np.inf
     held = rows_of(np.where(rights, found, np.nan), noise)
-    others = (seen != rights & ~gone[..., None])[told].any()
-    if others or held is None:
+    if (seen != rights & ~gone[..., None])[told].any() or held is None:
         return None
-    wrong = told & ~gone & (np.abs(held - read.right.lse) > noise)  # no rows alone that are lost
-    if not wrong.any():
+    if not (np.abs(held - read.right.lse) > noise)[told & ~gone].any():  # but for lost rows
         return None
     calls = [(np.where(np.isfinite(L), L, np.inf), at) for L, at in read.calls]
     return map_of(read.places.question, calls, held, noise)
