@@ -17,8 +17,8 @@ def class_of(support: Support, alive: np.ndarray, *, backward: bool) -> str:
     places, dense = support.places, not support.places.question.sparse
     lost, due = support.inside(LESS), places.rights & alive[..., None]
     if support.of_rows:
-        known = "rows-not-written" if support.plain else "unknown"
-        return of_pairs(places, lost, due) if backward else known
+        name = "rows-not-written" if support.plain else "unknown"
+        return of_pairs(places, lost, due) if backward else name
     if dense:
         known = [(BACKWARD_ONLY, window) for _, window in unmasked(places.question) if backward]
         known += [(name, window) for name, _, window in windows(places.question)]

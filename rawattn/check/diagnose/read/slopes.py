@@ -20,8 +20,6 @@ from rawattn.check.diagnose.read.terms import at, of_distance
 from rawattn.check.diagnose.read.weights import of_lists, said_of
 from rawattn.reference.dense import dead_to_inf
 
-VERBS = {LESS: "misses pairs", MORE: "has pairs that must not be"}
-
 TRIED = 3  # listed bugs of P that look alike
 IN_ANOTHER_WAY = "is wrong in another way"
 
@@ -64,7 +62,7 @@ def _change(
 
     def part(said: Said | None, read: Backward) -> Part:
         """ValueError where it is not known who sees whom."""
-        return Part(said, read.weights.places, name, read.slopes[name])
+        return Part(said, read, name)
 
     if (said.see or said.term or said.listed) and part(None, read).right:
         return Change(["is that of the right weights"], "", _masked, masked=True)
@@ -120,11 +118,10 @@ def _say(said: Said, change: Change, step: str, of: str) -> None:
         said.names[:] = ["score-scale"]  # everywhere
     elif change.name:
         said.names.append(change.name)
-    if (dY := change.dY) is None:
-        return
-    if step == "dS":
+    dY = change.dY
+    if dY is not None and step == "dS":
         said.steps["dY"] = lambda c: dY(changed(c, dY=STEPS["dY"](c)))
-    else:
+    elif dY is not None:
         said.steps[step] = lambda c: STEPS[step](changed(c, dY=dY(c)))
 
 
@@ -142,7 +139,8 @@ def _change_of(part: Part, second: Callable[[], Part]) -> Change:
         pairs = support_of(part.pairs, second().pairs)
     except ValueError:  # it is not known who sees whom there
         return Change([IN_ANOTHER_WAY])
-    told = [one.text(len(part.f), VERBS.get(one.kind, "")) for one in pairs.parts]
+    verbs = {LESS: "misses pairs", MORE: "has pairs that must not be"}
+    told = [one.text(len(part.f), verbs[one.kind]) for one in pairs.parts]
     if any(one.kind == LESS for one in pairs.parts):
         row = -1 if part.name == "dq" else -2  # of the gradient: the axis that it is summed over
         lines = np.broadcast_to(part.gone.any(axis=row, keepdims=True), part.gone.shape)

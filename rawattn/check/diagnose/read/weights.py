@@ -17,28 +17,29 @@ from rawattn.check.diagnose.read.contexts import context_of
 from rawattn.check.diagnose.read.fields import Field
 from rawattn.check.diagnose.read.lists import bugs_of
 from rawattn.check.diagnose.read.probe import Weights
-from rawattn.check.diagnose.read.said import COARSE, Said, least_of, logs_of, noise_of, seen_of
+from rawattn.check.diagnose.read.said import COARSE, Said
 from rawattn.check.diagnose.read.sums import say_passed, say_sums, say_values
 from rawattn.check.diagnose.read.terms import Term, adding, term_of
 
 
 def said_of(read: Weights, second: Callable[[], Weights], support: Support | None = None) -> Said:
     """``second``: the same on other lengths, to check rules. support: what was read before."""
-    places, (seen, alive) = read.places, seen_of(read)
+    places = read.places
     if (listed := next(of_lists(read, second), None)) is not None:
         return listed
-    said = Said(read, Support(places, places.rights & seen, ()))
-    if not alive.all():
-        said.wrong.append(f"rows are NaN: {', '.join(where(places.question, 'out', ~alive.T))}")
-    alive = alive & read.telling
-    due = seen & places.rights & alive[..., None]
+    said = Said(read, Support(places, places.rights & read.seen, ()))
+    if not read.alive.all():
+        nan = where(places.question, "out", ~read.alive.T)
+        said.wrong.append(f"rows are NaN: {', '.join(nan)}")
+    alive = read.alive & read.telling
+    due = read.seen & places.rights & alive[..., None]
     if read.passed and (moved := elsewhere.map_of_lse(read)) is not None:
         said.right += ["scores and softmax_scale", "who sees whom"]
         said.say(f"lse is that of other rows: {moved[0].words}", "statistics-misplaced")
         said.steps["bP"] = partial(elsewhere.with_lse, *moved)
         said.support = replace(said.support, seen=places.rights)
         return said
-    x = Field(logs_of(read, seen) - read.right.S, due, True, noise_of(places))
+    x = Field(read.logs - read.right.S, due, True, read.noise)
     _say_scores(said, x, second)
     here = _pairs(said, read)
     if (here[1] != places.rights)[alive].any():
@@ -53,10 +54,9 @@ def said_of(read: Weights, second: Callable[[], Weights], support: Support | Non
 
 def of_lists(read: Weights, again: Callable[[], Weights]) -> Iterator[Said]:
     """Of block-sparse attention the listed bugs that give all weights."""
-    places, (seen, _) = read.places, seen_of(read)
-    least = noise_of(places), least_of(read)
-    for bug in bugs_of(read, again, *least) if places.question.sparse else ():
-        said = Said(read, Support(places, places.rights & seen, ()))
+    places = read.places
+    for bug in bugs_of(read, again) if places.question.sparse else ():
+        said = Said(read, Support(places, places.rights & read.seen, ()))
         said.say_listed(bug)
         yield said
 
@@ -67,7 +67,7 @@ def _say_scores(said: Said, x: Field, second: Callable[[], Weights]) -> None:
     if x.zero:
         said.right.append("scores and softmax_scale")
         return
-    said.term = term_of(x, c) or _counted(read, x.noise, second)
+    said.term = term_of(x, c) or _counted(read, second)
     if said.term is None and not read.passed:
         said.term = term_of(x, c, many=True)
     if said.term is not None:
@@ -80,12 +80,12 @@ def _say_scores(said: Said, x: Field, second: Callable[[], Weights]) -> None:
 
 def _pairs(said: Said, read: Weights) -> tuple[Places, Array, Array]:
     """Who sees whom, as ``support_of`` takes it; also where the weight is too small to be seen."""
-    right, (seen, alive) = read.places.rights, seen_of(read)
+    right = read.places.rights
     S = said.scores(read.places, read.right.S)
     total = log_sum(np.where(right, S, -np.inf))
     small = S - np.where(np.isfinite(total), total, 0.0)[..., None]
-    seen = seen | (right & (small < np.log(least_of(read)) + 1))
-    return read.places, seen, (alive & read.telling)[..., None]
+    seen = read.seen | (right & (small < np.log(read.least) + 1))
+    return read.places, seen, (read.alive & read.telling)[..., None]
 
 
 def _say_support(said: Said, alive: Array) -> None:
@@ -108,12 +108,12 @@ def _say_support(said: Said, alive: Array) -> None:
     said.names.append(class_of(rules, rows, backward=said.weights.passed))
 
 
-def _counted(read: Weights, noise: float, second: Callable[[], Weights]) -> Term | None:
+def _counted(read: Weights, second: Callable[[], Weights]) -> Term | None:
     """How often, and which, where keys count more than once: to weights the logarithm is added."""
-    (found, known, values), q = _times(read, noise), read.places.question
+    (found, known, values), q = _times(read), read.places.question
     if not values.size:
         return None
-    shown = [(read.places, found, known), (second().places, *_times(second(), noise)[:2])]
+    shown = [(read.places, found, known), (second().places, *_times(second())[:2])]
     every = range(q.num_heads_q if q.sparse else 1)
     by_head = ((of.of(h), n[h], k[h]) for of, n, k in shown for h in every)
     rule = next(rules_of(*(Shown(of, k, k & (n > 1.5)) for of, n, k in by_head)), None)
@@ -132,12 +132,11 @@ def _counted(read: Weights, noise: float, second: Callable[[], Weights]) -> Term
     return adding(of, f"keys count {often} times: {rule}", name)
 
 
-def _times(read: Weights, noise: float) -> tuple[Array, Array, Array]:
+def _times(read: Weights) -> tuple[Array, Array, Array]:
     """How often each key counts (num_heads_q, total_q, total_k), by lse or relative to those of its
     row that count least; of which that is known; and the numbers, if whole and not all 1."""
-    seen, alive = seen_of(read)
-    common = seen & read.places.rights & alive[..., None]
-    logs = logs_of(read, common) - read.right.S
+    common = read.seen & read.places.rights
+    logs = read.logs - read.right.S
     lowest = np.where(common, logs, np.inf).min(axis=-1, keepdims=True)
     of_lse = np.full_like(lowest, np.nan) if read.lse is None else -read.lse[..., None]
     for least, clear in ((of_lse, 0.0), (lowest, 1.5)):
@@ -146,7 +145,9 @@ def _times(read: Weights, noise: float) -> tuple[Array, Array, Array]:
             found = np.where(known, np.exp(logs - np.where(known, least, 0.0)), 0.0)
         known &= found.max(axis=-1, keepdims=True) > clear
         values = np.unique(np.round(found[known]))
-        exact = np.abs(found - np.round(found))[known] < 8 * noise * np.maximum(found[known], 1)
+        exact = np.abs(found - np.round(found))[known] < 8 * read.noise * np.maximum(
+            found[known], 1
+        )
         if exact.size and exact.all() and 1 < values[-1] <= 16:
             return found, known, values
     return found, known, values[:0]
