@@ -9,7 +9,6 @@ import numpy as np
 from rawattn.check.diagnose.engine.attention import STEPS, Context, changed
 from rawattn.check.diagnose.evidence.places import Array, places_of
 from rawattn.check.diagnose.evidence.support import LESS, MORE, Support, support_of
-from rawattn.check.diagnose.read.classes import BACKWARD_ONLY, of_pairs
 from rawattn.check.diagnose.read.contexts import of_view
 from rawattn.check.diagnose.read.fields import Field, by_head, in_heads
 from rawattn.check.diagnose.read.forms import Change, by_own_sums, form_of
@@ -17,7 +16,7 @@ from rawattn.check.diagnose.read.part import Part
 from rawattn.check.diagnose.read.probe import Backward
 from rawattn.check.diagnose.read.said import COARSE, Said, of_scale
 from rawattn.check.diagnose.read.terms import at, of_distance
-from rawattn.check.diagnose.read.weights import of_lists, said_of
+from rawattn.check.diagnose.read.weights import BACKWARD_ONLY, of_lists, of_pairs, said_of
 from rawattn.reference.dense import dead_to_inf
 
 TRIED = 3  # listed bugs of P that look alike
@@ -59,20 +58,15 @@ def _change(
     said: Said, read: Backward, second: Callable[[], Backward], name: str, same: Change | None
 ) -> Change:
     """What is wrong with dS of a gradient; ``same``: with that of dq, which tells of all heads."""
-
-    def part(said: Said | None, read: Backward) -> Part:
-        """ValueError where it is not known who sees whom."""
-        return Part(said, read, name)
-
-    if (said.see or said.term or said.listed) and part(None, read).right:
+    if (said.see or said.term or said.listed) and Part(None, read, name).right:
         return Change(["is that of the right weights"], "", _masked, masked=True)
-    own = part(said, read)
+    own = Part(said, read, name)
     if said.wrong and own.fits(own.of(by_own_sums)):
         if not own.fits(own.of(lambda c: np.asarray(c.dY))):
             return Change(["has D as the sum of P dP of its weights"], "", by_own_sums, masked=True)
     if same is not None and same.whole and same.dY and own.fits(own.of(same.dY)):
         return same
-    return _change_of(own, lambda: part(said, second()))
+    return _change_of(own, lambda: Part(said, second(), name))
 
 
 def _of_sums(read: Backward) -> Said | None:
@@ -137,7 +131,7 @@ def _change_of(part: Part, second: Callable[[], Part]) -> Change:
         return change
     try:
         pairs = support_of(part.pairs, second().pairs)
-    except ValueError:  # it is not known who sees whom there
+    except (NotImplementedError, ValueError):  # it is not known who sees whom there
         return Change([IN_ANOTHER_WAY])
     verbs = {LESS: "misses pairs", MORE: "has pairs that must not be"}
     told = [one.text(len(part.f), verbs[one.kind]) for one in pairs.parts]

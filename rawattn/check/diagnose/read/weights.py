@@ -1,4 +1,4 @@
-"""What the weights of a pass are in place of the right ones: who sees whom, and which scores."""
+"""What weights are in place of the right ones: who sees whom, its class, and which scores."""
 
 from collections.abc import Callable, Iterator
 from dataclasses import replace
@@ -6,13 +6,14 @@ from functools import partial
 
 import numpy as np
 
+from rawattn.check.diagnose.catalogue.masks import Window, unmasked, windows
+from rawattn.check.diagnose.engine.attention import TILES
 from rawattn.check.diagnose.evidence.places import Array, Places, log_sum
 from rawattn.check.diagnose.evidence.rules import Shown, rules_of
 from rawattn.check.diagnose.evidence.sight import mask_rule
 from rawattn.check.diagnose.evidence.structure import where
-from rawattn.check.diagnose.evidence.support import OTHER, Support, support_of
+from rawattn.check.diagnose.evidence.support import LESS, MORE, OTHER, Support, support_of
 from rawattn.check.diagnose.read import elsewhere
-from rawattn.check.diagnose.read.classes import class_of
 from rawattn.check.diagnose.read.contexts import context_of
 from rawattn.check.diagnose.read.fields import Field
 from rawattn.check.diagnose.read.lists import bugs_of
@@ -20,6 +21,9 @@ from rawattn.check.diagnose.read.probe import Weights
 from rawattn.check.diagnose.read.said import COARSE, Said
 from rawattn.check.diagnose.read.sums import say_passed, say_sums, say_values
 from rawattn.check.diagnose.read.terms import Term, adding, term_of
+
+BACKWARD_ONLY = "mask-missing-in-backward"
+TAILS = ("j - seqlen_k // ", "i - seqlen_q // ")  # places behind the last whole tile
 
 
 def said_of(read: Weights, second: Callable[[], Weights], support: Support | None = None) -> Said:
@@ -29,8 +33,9 @@ def said_of(read: Weights, second: Callable[[], Weights], support: Support | Non
         return listed
     said = Said(read, Support(places, places.rights & read.seen, ()))
     if not read.alive.all():
-        nan = where(places.question, "out", ~read.alive.T)
-        said.wrong.append(f"rows are NaN: {', '.join(nan)}")
+        said.wrong.append(
+            f"rows are NaN: {', '.join(where(places.question, 'out', ~read.alive.T))}"
+        )
     alive = read.alive & read.telling
     due = read.seen & places.rights & alive[..., None]
     if read.passed and (moved := elsewhere.map_of_lse(read)) is not None:
@@ -54,9 +59,8 @@ def said_of(read: Weights, second: Callable[[], Weights], support: Support | Non
 
 def of_lists(read: Weights, again: Callable[[], Weights]) -> Iterator[Said]:
     """Of block-sparse attention the listed bugs that give all weights."""
-    places = read.places
-    for bug in bugs_of(read, again) if places.question.sparse else ():
-        said = Said(read, Support(places, places.rights & read.seen, ()))
+    for bug in bugs_of(read, again) if read.places.question.sparse else ():
+        said = Said(read, Support(read.places, read.places.rights & read.seen, ()))
         said.say_listed(bug)
         yield said
 
@@ -95,17 +99,16 @@ def _say_support(said: Said, alive: Array) -> None:
         return
     q, heads = places.question, places.question.num_heads_q
     due = "the keys of its blocks" if q.sparse else mask_rule(q) or "every key"
+    must = f" (it must see {due})"
     if rules.of_rows:
         told = "; ".join(part.text(heads).partition(": ")[2] for part in rules.parts)
         what = "add nothing to dv" if said.weights.passed else "see no key, or are not written"
         said.wrong.append(f"rows {what}: {told}")
     elif rules.whole is not None:
-        said.wrong.append(f"a query sees the keys of {rules.whole.rule} (it must see {due})")
+        said.wrong.append(f"a query sees the keys of {rules.whole.rule}{must}")
     else:
-        must = f" (it must see {due})"
         said.wrong += [part.text(heads) + must * (part.kind != OTHER) for part in rules.parts]
-    rows = np.broadcast_to(alive, rules.seen.shape[:2])
-    said.names.append(class_of(rules, rows, backward=said.weights.passed))
+    said.names.append(class_of(rules, alive, backward=said.weights.passed))
 
 
 def _counted(read: Weights, second: Callable[[], Weights]) -> Term | None:
@@ -151,3 +154,51 @@ def _times(read: Weights) -> tuple[Array, Array, Array]:
         if exact.size and exact.all() and 1 < values[-1] <= 16:
             return found, known, values
     return found, known, values[:0]
+
+
+def class_of(support: Support, alive: Array, *, backward: bool) -> str:
+    """The class of a mask of out, or of dv. alive: rows (num_heads_q, total_q) that were read."""
+    places, dense = support.places, not support.places.question.sparse
+    lost, due = support.inside(LESS), places.rights & alive[..., None]
+    if support.of_rows:
+        name = "rows-not-written" if support.plain else "unknown"
+        return of_pairs(places, lost, due) if backward else name
+    if dense:
+        known = [(BACKWARD_ONLY, window) for _, window in unmasked(places.question) if backward]
+        known += [(name, window) for name, _, window in windows(places.question)]
+        for name, window in known:
+            if _is(support, window, alive):
+                return name
+    kinds = {part.kind for part in support.parts}
+    if kinds == {OTHER}:
+        own = places.question.sequence_of("k")[None] == places.b
+        return "neighbour-leak" if (support.inside(OTHER) & ~own).any() else "seqused-ignored"
+    spans = [span for part in support.parts if part.rule for span in part.rule.spans]
+    if backward and kinds == {LESS} and dense:
+        return of_pairs(places, lost, due)
+    by_distance = support.named and {span.feature for span in spans} in ({"j - i"}, {"j - p"})
+    if backward and kinds == {MORE} and dense and not by_distance:
+        return BACKWARD_ONLY
+    if spans and all(x.feature.startswith(TAILS) and x[1:] == (0, None) for x in spans):
+        return "tail-tile-dropped"
+    one = [span.feature for span in spans if span.low == span.high and "ceil" not in span.feature]
+    of_tile = len(spans) == len(one) == 1 and one[0].startswith(("j //", "(seqlen_k - 1) //"))
+    return "tile-skipped" if kinds == {LESS} and of_tile else "wrong-keys"
+
+
+def of_pairs(x: Places, lost: Array, due: Array) -> str:
+    """What ``lost`` pairs of a gradient are called, both (num_heads_q, total_q, total_k)."""
+    for tile in TILES:
+        for tail in (x.i >= x.n // tile * tile, x.j >= x.m // tile * tile):
+            if np.array_equal(due & tail, due & lost):
+                return "tail-tile-dropped"
+    return "pairs-dropped"
+
+
+def _is(support: Support, window: Window, alive: Array) -> bool:
+    """Whether it is that window in all heads that are wrong."""
+    x, seen = support.places, support.seen > 0
+    rows = alive[..., None] & (x.b >= 0)
+    due = window.holds(x.j - x.p, x.j - x.i) & x.own
+    heads = ((seen != x.right) & rows).any(axis=(1, 2))
+    return bool(((seen == due) | ~rows)[heads].all())
