@@ -74,11 +74,12 @@ class Said:
         """What was read as a bug of the engine, None where it does not say all."""
         if self.unread or self.loose or (self.see is None and not self.steps):
             return None
-        stages = STAGES.get(self.stage, FIRST)
         words = "; ".join(self.wrong)
         if self.listed is not None and self.wrong == [_title(self.listed)]:
             words = self.listed.variant
-        bug = Bug(self.name or "unknown", words, stages, self.see, self.steps)
+        bug = Bug(
+            self.name or "unknown", words, STAGES.get(self.stage, FIRST), self.see, self.steps
+        )
         return branches.planted(bug) if self.stage == "sliding" else bug
 
     @property
@@ -95,7 +96,7 @@ class Said:
         known = read.named and not (read.right or self.unread or read.places.question.sparse)
         if bug.see is None or not known or read.second is None:
             return True
-        both = read.places, read.second
+        both = (read.places, read.second)
         return all(np.array_equal(read.at(x) > 0, pairs_of(x.question, bug.see)) for x in both)
 
     def scores(self, places: Places, S: Array) -> Array:

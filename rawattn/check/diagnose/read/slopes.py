@@ -37,7 +37,6 @@ def said_of_backward(
 
 def _with_slopes(said: Said, read: Backward, second: Callable[[], Backward]) -> Said:
     """What is said of P, and what is wrong with dS beside it."""
-    places = read.weights.places
     said.right[:] = [f"P of dv ({', '.join(said.right)})"] if said.right else []
     if "bP" in said.steps or said.unread:
         return said  # what dS should be is not known
@@ -49,7 +48,7 @@ def _with_slopes(said: Said, read: Backward, second: Callable[[], Backward]) -> 
         _say(said, dq, "dQ", " of dq")
         _say(said, dk, "dK", " of dk")
     twice = said.names == ["sparse-duplicate-twice"]
-    if dq.masked and places.question.sparse and (twice or said.see is not None):
+    if dq.masked and read.weights.places.question.sparse and (twice or said.see is not None):
         said.names[:] = ["sparse-inverted-lists"]
     return said
 

@@ -145,8 +145,7 @@ def _say_lse(said: Said, x: _Rows, with_sinks: Array) -> None:
 
 def _sum_of(factors: dict[str, float], of: str, c: Context) -> Array:
     """The sum of PARTS in place of the lse or the sink of a context."""
-    L = c.softmax[0] if of == "L" else c.sink
-    top = c.S.max(axis=-1, initial=-np.inf)
+    L, top = c.softmax[0] if of == "L" else c.sink, c.S.max(axis=-1, initial=-np.inf)
     with np.errstate(invalid="ignore"):
         found = np.asarray(sum(x * PARTS[name](L, top) for name, x in factors.items()))
     return np.where(np.isneginf(L), L, found)

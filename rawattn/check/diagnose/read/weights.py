@@ -114,13 +114,13 @@ def _say_support(said: Said, alive: Array) -> None:
 def _counted(read: Weights, second: Callable[[], Weights]) -> Term | None:
     """How often, and which, where keys count more than once: to weights the logarithm is added."""
     (found, known, values), q = _times(read), read.places.question
-    if not values.size:
+    if np.count_nonzero(values > 1) != 1:
         return None
     shown = [(read.places, found, known), (second().places, *_times(second())[:2])]
     every = range(q.num_heads_q if q.sparse else 1)
-    by_head = ((of.of(h), n[h], k[h]) for of, n, k in shown for h in every)
-    rule = next(rules_of(*(Shown(of, k, k & (n > 1.5)) for of, n, k in by_head)), None)
-    if rule is None or len(values[values > 1]) != 1:
+    by_head = (Shown(of.of(h), k[h], k[h] & (n[h] > 1.5)) for of, n, k in shown for h in every)
+    rule = next(rules_of(*by_head), None)
+    if rule is None:
         return None
     often = int(values[-1])
 
@@ -136,24 +136,19 @@ def _counted(read: Weights, second: Callable[[], Weights]) -> Term | None:
 
 
 def _times(read: Weights) -> tuple[Array, Array, Array]:
-    """How often each key counts (num_heads_q, total_q, total_k), by lse or relative to those of its
-    row that count least; of which that is known; and the numbers, if whole and not all 1."""
-    common = read.seen & read.places.rights
-    logs = read.logs - read.right.S
+    """How often each key counts (num_heads_q, total_q, total_k), by lse or, without one, against
+    those of its row that count least; where that is known; the numbers, if whole and not all 1."""
+    common, logs = read.seen & read.places.rights, read.logs - read.right.S
     lowest = np.where(common, logs, np.inf).min(axis=-1, keepdims=True)
-    of_lse = np.full_like(lowest, np.nan) if read.lse is None else -read.lse[..., None]
-    for least, clear in ((of_lse, 0.0), (lowest, 1.5)):
-        known = common & np.isfinite(least)
-        with np.errstate(over="ignore"):
-            found = np.where(known, np.exp(logs - np.where(known, least, 0.0)), 0.0)
-        known &= found.max(axis=-1, keepdims=True) > clear
-        values = np.unique(np.round(found[known]))
-        exact = np.abs(found - np.round(found))[known] < 8 * read.noise * np.maximum(
-            found[known], 1
-        )
-        if exact.size and exact.all() and 1 < values[-1] <= 16:
-            return found, known, values
-    return found, known, values[:0]
+    least = lowest if read.lse is None else -read.lse[..., None]
+    known = common & np.isfinite(least)
+    with np.errstate(over="ignore"):
+        found = np.where(known, np.exp(logs - np.where(known, least, 0.0)), 0.0)
+    known &= (found.max(axis=-1, keepdims=True) > 1.5) | (read.lse is not None)
+    values = np.unique(np.round(found[known]))
+    exact = np.abs(found - np.round(found))[known] < 8 * read.noise * np.maximum(found[known], 1)
+    whole = exact.size and exact.all() and 1 < values[-1] <= 16
+    return found, known, values if whole else values[:0]
 
 
 def class_of(support: Support, alive: Array, *, backward: bool) -> str:
