@@ -24,6 +24,7 @@ from rawattn.check.diagnose.read.terms import Term, adding, term_of
 
 BACKWARD_ONLY = "mask-missing-in-backward"
 TAILS = ("j - seqlen_k // ", "i - seqlen_q // ")  # places behind the last whole tile
+LAST = ("(seqlen_k - 1) // ", "(seqlen_q - 1) // ")  # those of the last tile
 
 
 def said_of(read: Weights, second: Callable[[], Weights], support: Support | None = None) -> Said:
@@ -174,7 +175,9 @@ def class_of(support: Support, alive: Array, *, backward: bool) -> str:
     by_distance = support.named and {span.feature for span in spans} in ({"j - i"}, {"j - p"})
     if backward and kinds == {MORE} and dense and not by_distance:
         return BACKWARD_ONLY
-    if spans and all(x.feature.startswith(TAILS) and x[1:] == (0, None) for x in spans):
+    tails = [x.feature.startswith(TAILS) and x[1:] == (0, None) for x in spans]
+    last = [x.feature.startswith(LAST) and x[1:] == (0, 0) for x in spans]
+    if any(tails) and all(map(max, tails, last)):
         return "tail-tile-dropped"
     one = [span.feature for span in spans if span.low == span.high and "ceil" not in span.feature]
     of_tile = len(spans) == len(one) == 1 and one[0].startswith(("j //", "(seqlen_k - 1) //"))
