@@ -11,7 +11,6 @@ from rawattn.check.diagnose.engine.question import Question
 from rawattn.check.diagnose.engine.steps import STEPS, Context, changed
 from rawattn.check.diagnose.evidence.places import Array
 from rawattn.check.diagnose.read.probe import Weights
-from rawattn.check.diagnose.read.said import logs_of, noise_of, seen_of
 
 Calls = Sequence[tuple[Array, Any]]  # right numbers of rows, and where they tell something
 FEW = 0.3  # of the rows that are known: a map may have nothing for so many
@@ -45,25 +44,24 @@ def rows_of(x: Array, near: float) -> Array | None:
 
 def map_of_lse(read: Weights) -> tuple[maps.Map, float] | None:
     """The same of the lse that a backward pass takes, where nothing else is wrong with P."""
-    (seen, alive), rights, noise = seen_of(read), read.places.rights, 3 * noise_of(read.places)
-    told = rights.any(axis=-1) & alive & read.telling
+    seen, rights, noise = read.seen, read.places.rights, 3 * read.noise
+    told = rights.any(axis=-1) & read.alive & read.telling
     gone = told & ~seen.any(axis=-1)  # rows with an lse of no keys have no weights
-    found = np.where(seen & told[..., None], read.right.S - logs_of(read, seen), np.nan)
+    found = np.where(seen & told[..., None], read.right.S - read.logs, np.nan)
     found[gone] = np.inf
     held = rows_of(np.where(rights, found, np.nan), noise)
-    others = (seen != rights & ~gone[..., None])[told].any()
-    if others or held is None:
+    if (seen != rights & ~gone[..., None])[told].any() or held is None:
         return None
-    wrong = told & ~gone & (np.abs(held - read.right.lse) > noise)  # no rows alone that are lost
-    if not wrong.any():
+    if not (np.abs(held - read.right.lse) > noise)[told & ~gone].any():  # but for lost rows
         return None
     calls = [(np.where(np.isfinite(L), L, np.inf), at) for L, at in read.calls]
     return map_of(read.places.question, calls, held, noise)
 
 
 def moved(by: maps.Map, c: Context, x: Array, nothing: float = 0.0) -> Array:
-    """What rows of a view have of ``x`` (num_heads_q, total_q) by a map."""
-    return of_view(c, "lse", by.moved(maps.geometry(c.question, "lse"), x, nothing))
+    """What rows of a view have of ``x`` (num_heads_q, total_q or 1) by a map."""
+    g = maps.geometry(c.question, "lse")
+    return of_view(c, "lse", by.moved(g, np.broadcast_to(x, g.shape[1::-1]), nothing))
 
 
 def with_lse(by: maps.Map, nothing: float, c: Context) -> Array:

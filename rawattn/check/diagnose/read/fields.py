@@ -112,8 +112,8 @@ def of_heads(heads: Array) -> str:
     known = {"h": h, "0": 0 * h}
     known |= {f"h % {n}": h % n for n in range(2, top + 1)}
     known |= {f"h // {n}": h // n for n in range(2, len(heads) + 1)}
-    text = next((name for name, x in known.items() if np.array_equal(x, heads)), "")
-    return text or ", ".join(map(str, heads))
+    told = (name for name, x in known.items() if np.array_equal(x, heads))
+    return next(told, ", ".join(map(str, heads)))
 
 
 def number(x: float) -> str:
@@ -130,5 +130,4 @@ def runs_of(values: Array) -> list[tuple[int, int, float]]:
     """First and last place of about equal numbers, and the number."""
     near = np.abs(np.diff(values)) <= 1e-2 * np.maximum(np.abs(values[1:]), 1.0)
     edges = [0, *(np.flatnonzero(~near) + 1).tolist(), len(values)]
-    pairs = pairwise(edges)
-    return [(a, b - 1, float(plain(np.median(values[a:b])))) for a, b in pairs if b > a]
+    return [(a, b - 1, float(plain(np.median(values[a:b])))) for a, b in pairwise(edges) if b > a]

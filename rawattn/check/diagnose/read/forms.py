@@ -10,7 +10,7 @@ import numpy as np
 from rawattn.check.diagnose.catalogue import maps
 from rawattn.check.diagnose.engine.attention import TILES, Context, deltas
 from rawattn.check.diagnose.engine.question import Question
-from rawattn.check.diagnose.engine.steps import times
+from rawattn.check.diagnose.engine.steps import changed, times
 from rawattn.check.diagnose.read.elsewhere import moved, rows_of
 from rawattn.check.diagnose.read.fields import sum_in_words, sums_of
 from rawattn.check.diagnose.read.part import Part
@@ -56,11 +56,6 @@ def form_of(part: Part) -> Change | None:
     forms = (change for make in (_sums, _columns, _row_terms, _slopes) for change in make(part))
     found = (x for x in forms if x.dY is not None and part.fits(part.of(x.dY)))
     return next(found, None) or _another_term(part)
-
-
-def of_pairs(c: Context, Z: Array) -> Array:
-    """dY of what stands in the place of dS."""
-    return np.asarray(np.where(c.W > 0, c.G * c.cap[1] * Z, 0.0))
 
 
 def _of_terms(factors: Mapping[str, float], c: Context) -> Array:
@@ -129,17 +124,16 @@ def _columns(part: Part) -> Iterator[Change]:
 def _of_columns(factors: Array, c: Context) -> Array:
     D = (c.dO * c.O * factors[1]).sum(axis=-1) - c.dL
     dP = times(c.dO, (c.V * factors[0]).mT)
-    return of_pairs(c, c.P * (dP - D[..., None]))
+    return _with_delta(lambda c: D[..., None], changed(c, dP=dP))
 
 
 def _row_terms(part: Part) -> Iterator[Change]:
     """D of other rows or heads, or of some keys alone."""
     (c, at), known = part.main, part.known[part.main[1]]
-    most = part.noise * float(np.nanmax(np.abs(part.row_term), initial=1.0))
     for text, name, D in _others(part.places.question) if known.any() else ():
         with np.errstate(invalid="ignore"):
             due = np.broadcast_to(D(c), part.P.shape)
-            held = np.abs(part.row_term[at] - due[at]) < most
+            held = np.abs(part.row_term[at] - due[at]) < part.of_row_term
         if held.mean(where=known) > MOST_PAIRS:
             yield Change([f"takes D {text}"], name, partial(_with_delta, D), whole=True)
 
@@ -179,7 +173,7 @@ def _at_keys(tile: int, own: int, c: Context) -> Array:
 
 
 def _with_delta(D: Of, c: Context) -> Array:
-    return of_pairs(c, c.P * (c.dP - D(c)))
+    return np.asarray(np.where(c.W > 0, c.G * c.cap[1] * c.P * (c.dP - D(c)), 0.0))
 
 
 by_own_sums = partial(_with_delta, lambda c: ((c.P * c.dP).sum(axis=-1) - c.dL)[..., None])
@@ -205,8 +199,6 @@ def _with_slope(factors: Mapping[str, float], c: Context) -> Array:
 
 def _another_term(part: Part) -> Change | None:
     """Whether what stands in the place of D is a number of every row, in every call."""
-    most = part.noise * float(np.nanmax(np.abs(part.row_term), initial=1.0))
-    if any(rows_of(part.row_term[at], most) is None for _, at in part.slopes.asked):
+    if any(rows_of(part.row_term[at], part.of_row_term) is None for _, at in part.slopes.asked):
         return None
-    text = "has another row term than D = dout . out"
-    return Change([text], ANOTHER) if part.known.any() else None
+    return Change(["has another row term than D = dout . out"], ANOTHER)

@@ -1,5 +1,4 @@
-"""Which listed bug gives the weights that were read of block-sparse attention: lists of other rows
-or heads, slots that count or do not, factors of other slots."""
+"""Which listed bug gives the weights that were read of block-sparse attention."""
 
 from collections.abc import Callable, Iterator, Sequence
 from types import SimpleNamespace
@@ -17,22 +16,18 @@ SITES = {"S", "dY", "E", "tdY"}  # steps that have the factors of scores
 NOISE = 8  # times what log-weights may be off by
 
 
-def bugs_of(
-    read: Weights, again: Callable[[], Weights], noise: float, least: float
-) -> Iterator[Bug]:
-    """Those that give all weights on both problems; none where they are right. noise: of
-    log-weights; least: the smallest weight that is seen."""
+def bugs_of(read: Weights, again: Callable[[], Weights]) -> Iterator[Bug]:
+    """Those that give all weights on both problems; none where they are right."""
     views = views_of(read.places.question)
-    wrong = [view for view in views if not _fits(NO_BUG, read, [view], noise, least)]
+    wrong = [view for view in views if not _fits(NO_BUG, read, [view])]
     if not wrong:
         return
     first = min(wrong, key=lambda view: abs(len(view.rows) * len(view.keys) - 1000))
     for bug in selection.of_weights(read.places.question):
         of_scores = bug.steps.keys() <= SITES and (bug.see or "S" in bug.steps)
-        if not of_scores or not _fits(bug, read, [first], noise, least):
+        if not of_scores or not _fits(bug, read, [first]):
             continue
-        both = read, again()
-        if all(_fits(bug, x, views_of(x.places.question), noise, least) for x in both):
+        if all(_fits(bug, x, views_of(x.places.question)) for x in (read, again())):
             yield bug
 
 
@@ -57,7 +52,7 @@ def scores_of(
     return found, gates
 
 
-def _fits(bug: Bug, read: Weights, views: Sequence[View], noise: float, least: float) -> bool:
+def _fits(bug: Bug, read: Weights, views: Sequence[View]) -> bool:
     """Whether these are the weights of ``views``."""
     try:
         S, _ = scores_of(bug, read.places, read.right.S, views)
@@ -68,8 +63,7 @@ def _fits(bug: Bug, read: Weights, views: Sequence[View], noise: float, least: f
         L = read.right.lse[at] if read.passed else log_sum(S[at])
         with np.errstate(over="ignore"):
             P = np.exp(S[at] - dead_to_inf(np, L)[..., None])
-
-        off = np.abs(P - read.P[at]) > NOISE * noise * P + least
+        off = np.abs(P - read.P[at]) > NOISE * read.noise * P + read.least
         if np.isnan(read.P[at]).any() or off[read.telling[at]].any():
             return False
     return True

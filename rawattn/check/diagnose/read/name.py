@@ -129,8 +129,7 @@ def read(
     """What each stage does, on problems like ``question``; ``ask(stage)`` is None where there is no
     such pass. known: a problem of other lengths and what was answered to it, of a function that
     cannot be asked. enough: whether a bug is all that is wrong, so that nothing more is asked."""
-    found: list[Said] = []
-    facts: list[str] = []
+    found, facts = list[Said](), list[str]()
     for stage in PASSES:
         branch = stage == "sliding"
         asked, lacks = ask("forward" if branch else stage), stage in BEYOND and question.tv is None

@@ -1,7 +1,5 @@
-"""The reader's questions as one packed problem, for a function that cannot be called from here.
-Whoever answers such a problem, in any language, has answered every question of ``read``: its
-sequences are some of any kind, and behind them those of one question after another, each as
-many."""
+"""The reader's questions as one packed problem, for a function that cannot be called from here: its
+sequences are some of any kind, and behind them those of one question after another, as many."""
 
 from collections.abc import Callable
 from dataclasses import fields, replace
@@ -27,16 +25,15 @@ def packed(like: Question) -> Question:
 def read_packed(
     question: Question, answers: Answers, batch: int
 ) -> tuple[Question, Answers, Readings]:
-    """The first ``batch`` sequences, what was answered to them, and what the others tell. A
-    backward pass that had the out and lse of a wrong forward pass tells nothing. Raises ValueError
-    where the other sequences are not those of ``packed``."""
+    """The first ``batch`` sequences, what was answered to them, and what the others tell, but of a
+    backward pass that had a wrong forward pass's out and lse. Raises ValueError where the other
+    sequences are not those of ``packed``."""
     here, given = part(question, answers, 0, batch, PAST)
     told = read(_shorter(here), _asked(question, answers, here), (here, given))
     for reading in told.of:  # of other lengths than those that are judged
         reading.loose |= not reading.support.named
     forward = tuple(reading for reading in told.of if reading.stage == "forward")
-    if forward and question.passed is None:
-        told = replace(told, of=forward)
+    told = replace(told, of=forward) if forward and question.passed is None else told
     return replace(here, whole=question), given, told
 
 
@@ -65,9 +62,8 @@ def _asked(question: Question, answers: Answers, like: Question) -> Callable[[st
 def _plain(question: Question) -> Question:
     """Without what is about derivatives, except dout; what the reader asks has no more."""
     changes: dict[str, Any] = dict.fromkeys((*OF_DERIVATIVES[1:], "out", "lse"))
-    if question.dout is None:
-        changes["dout"] = np.zeros((*question.q.shape[:2], question.v.shape[2]), question.q.dtype)
-    return replace(question, **changes)
+    still = np.zeros((*question.q.shape[:2], question.v.shape[2]), question.q.dtype)
+    return replace(question, **changes, dout=still if question.dout is None else question.dout)
 
 
 def _shorter(question: Question) -> Question:

@@ -13,25 +13,27 @@ from rawattn.check.diagnose.evidence.places import Array, Places, Right, places_
 from rawattn.check.diagnose.read import lists
 from rawattn.check.diagnose.read.contexts import backward_of
 from rawattn.check.diagnose.read.fields import Field
-from rawattn.check.diagnose.read.probe import Slopes
-from rawattn.check.diagnose.read.said import TINY, Said, noise_of
+from rawattn.check.diagnose.read.probe import TINY, Backward
+from rawattn.check.diagnose.read.said import Said
 from rawattn.reference.dense import dead_to_inf
 
 CLEAR = 0.2  # of the typical dP - D, at least, where dS tells anything
 
 
 class Part:
-    """dS of ``slopes``, as the gradient ``name`` has it, beside what it must be with what is
-    ``said`` of P, or the right one; all (num_heads_q, total_q, total_k). there: where it tells
-    something. gone, wrongly: where it is 0 by mistake, or is not."""
+    """dS as the gradient ``name`` has it, beside what it must be with what is ``said`` of P, or the
+    right one; all (num_heads_q, total_q, total_k). there: where it tells something. gone, wrongly:
+    where it is 0 by mistake, or is not."""
 
-    def __init__(self, said: Said | None, places: Places, name: str, slopes: Slopes) -> None:
-        self.places, self.slopes, self.noise = places, slopes, 3 * noise_of(places)
+    def __init__(self, said: Said | None, read: Backward, name: str) -> None:
+        self.places, self.noise = read.weights.places, 3 * read.weights.noise
+        self.slopes, places = read.slopes[name], self.places
         self.seen = places.rights if said is None else said.support.at(places)
         self.said, self.name = said, name
         if said is not None and said.listed is not None:
-            slope = lists.scores_of(said.listed, places, slopes.S)[1]
-            self.slopes = slopes = replace(slopes, slope=slope)
+            slope = lists.scores_of(said.listed, places, self.slopes.S)[1]
+            self.slopes = replace(self.slopes, slope=slope)
+        slopes = self.slopes
         L = np.where(np.isfinite(slopes.L), slopes.L, np.inf)
         self.P = self._weights(places, slopes.S, L)
         size = float(np.sqrt(np.mean(slopes.Z**2))) or 1.0
@@ -65,6 +67,11 @@ class Part:
         """What stands in the place of D, of every pair; NaN where it is not known."""
         scale = np.where(self.known, self.P * self.slopes.slope, 1.0)
         return np.where(self.known, self.slopes.dP - self.slopes.dS / scale, np.nan)
+
+    @cached_property
+    def of_row_term(self) -> float:
+        """The noise of one."""
+        return self.noise * float(np.nanmax(np.abs(self.row_term), initial=1.0))
 
     @cached_property
     def main(self) -> tuple[Context, Any]:

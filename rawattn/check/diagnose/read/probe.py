@@ -1,12 +1,11 @@
-"""Questions to which a function's results are its intermediates, entry by entry. With unit vectors
-for v, out is P; with unit vectors for k, dq is dS; with unit vectors for q and dout, dk and dv are
-the transposes of dS and P. All sequences and heads are asked at once. Long, since the two passes
-share how a function is asked."""
+"""Questions to which a function's results are its intermediates, entry by entry: with unit vectors
+for v, out is P; for k, dq is dS; for q and dout, dk and dv are the transposes of dS and P. All
+sequences and heads are asked at once. Long, since the passes share how a function is asked."""
 
 import itertools
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
-from functools import partial
+from functools import cached_property, partial
 from typing import Any
 
 import numpy as np
@@ -20,6 +19,9 @@ from rawattn.check.diff import FLOATING
 Ask = Callable[[Question], Answers]  # answers of one stage; may raise anything
 OF_DERIVATIVES = ("dout", "dlse", "tq", "tk", "tv", "tsinks", "tblock_scale", "sliding")
 SPREAD = 0.8  # standard deviation of scores: small, so that no weight is too small for 16 bits
+NOISE = {"float64": 1e-5, "float32": 1e-3, "float16": 2e-3, "bfloat16": 1e-2}  # of log-weights
+SEEN = {"float16": 1e-5}  # weights above are seen; of other dtypes those above TINY
+TINY = 1e-30
 CALLS = 160  # of a reading, at most: counted, so that a busy machine reads what an idle one does
 
 
@@ -53,6 +55,29 @@ class Weights:
     def telling(self) -> Array:
         """Rows that tell anything: with an lse of no keys a backward pass has no weights."""
         return np.asarray(np.isfinite(self.right.lse) | (not self.passed))
+
+    @property
+    def noise(self) -> float:
+        return NOISE[self.places.question.dtype.name]
+
+    @property
+    def least(self) -> float:
+        return SEEN.get(self.places.question.dtype.name, TINY)
+
+    @cached_property
+    def alive(self) -> Array:
+        """Rows that are numbers."""
+        return np.asarray(np.isfinite(self.P).all(axis=-1))
+
+    @cached_property
+    def seen(self) -> Array:
+        """Which weights are not 0."""
+        return np.asarray(self.alive[..., None] & (np.nan_to_num(self.P) > self.least))
+
+    @property
+    def logs(self) -> Array:
+        """The logarithms of the weights that are seen, 0 of others."""
+        return np.asarray(np.log(np.where(self.seen, self.P, 1.0)))
 
 
 @dataclass(frozen=True, eq=False)
@@ -135,24 +160,22 @@ def _lists(question: Question, rng: np.random.Generator) -> dict[str, Any]:
     return found
 
 
-class _Caller:
-    """Calls the function for its results in float64; those named have these shapes."""
+def _called(ask: Ask, question: Question, **shapes: tuple[int, ...]) -> Answers:
+    """The function's results in float64; those named have these shapes."""
+    try:
+        answers = ask(question)
+    except Exception as error:  # whatever a candidate throws: it takes no such inputs
+        raise Refused(f"it raises {type(error).__name__}: {error}") from error
+    for name, shape in shapes.items():
+        x = answers.get(name)
+        if x is None or x.shape != shape or x.dtype not in FLOATING:
+            raise Refused(f"it gives no numbers called {name} of shape {shape}")
+    return {name: np.asarray(x, dtype=np.float64) for name, x in answers.items()}
 
-    def __init__(self, ask: Ask, wanted: int) -> None:
-        if wanted > CALLS:
-            raise Refused(f"it would take {wanted} calls, and {CALLS} are the limit")
-        self.ask = ask
 
-    def __call__(self, question: Question, **shapes: tuple[int, ...]) -> Answers:
-        try:
-            answers = self.ask(question)
-        except Exception as error:  # whatever a candidate throws: it takes no such inputs
-            raise Refused(f"it raises {type(error).__name__}: {error}") from error
-        for name, shape in shapes.items():
-            x = answers.get(name)
-            if x is None or x.shape != shape or x.dtype not in FLOATING:
-                raise Refused(f"it gives no numbers called {name} of shape {shape}")
-        return {name: np.asarray(x, dtype=np.float64) for name, x in answers.items()}
+def _allow(wanted: int) -> None:
+    if wanted > CALLS:
+        raise Refused(f"it would take {wanted} calls, and {CALLS} are the limit")
 
 
 def read_forward(ask: Ask, question: Question) -> Weights:
@@ -160,15 +183,15 @@ def read_forward(ask: Ask, question: Question) -> Weights:
     places, width = Places(question), question.v.shape[2]
     P = np.zeros((question.num_heads_q, *places.j.shape))
     shape = (*question.q.shape[:2], width)
-    call = _Caller(ask, -(-P.shape[2] // width) + 1)
+    _allow(-(-P.shape[2] // width) + 1)
     given = []
     for block in _blocks(P.shape[2], width):
-        answers = call(replace(question, v=_units(question.v, block)), out=shape)
+        answers = _called(ask, replace(question, v=_units(question.v, block)), out=shape)
         P[:, :, block] = answers["out"].transpose(1, 0, 2)[..., : len(block)]
         given.append(answers.get("lse"))
     of_heads = np.broadcast_to(np.arange(question.num_heads_kv)[:, None] + 1, question.v.shape)
-    out = call(replace(question, v=of_heads.astype(question.v.dtype)), out=shape)["out"]
-    sums = P.sum(axis=-1)
+    heads = replace(question, v=of_heads.astype(question.v.dtype))
+    out, sums = _called(ask, heads, out=shape)["out"], P.sum(axis=-1)
     with np.errstate(invalid="ignore", divide="ignore"):
         value_head = np.where(np.abs(sums) > 0.1, out[..., 0].T / sums - 1, np.nan)
     lses = [x for x in given if x is not None and x.shape == P.shape[:2]]
@@ -184,7 +207,7 @@ def read_backward(ask: Ask, question: Question) -> Backward:
     width = min(depth, question.v.shape[2])
     if width < H:
         raise Refused(f"it has {H} heads, but only {width} columns to tell them apart by")
-    call = _Caller(ask, -(-m // depth) + group * -(-n // width) + 1)
+    _allow(-(-m // depth) + group * -(-n // width) + 1)
     rng = np.random.default_rng([n, m, 78])
     size = SPREAD / (abs(question.scale) or 1.0)
     normal = partial(_drawn, rng)
@@ -193,14 +216,14 @@ def read_backward(ask: Ask, question: Question) -> Backward:
     of_q, of_k = (Slopes(*np.zeros((6, H, n, m))) for _ in range(2))
     for block in _blocks(m, depth):
         right, asked = with_right(replace(question, q=q, k=_units(k, block), v=v, dout=dout))
-        dq = call(asked, dq=q.shape)["dq"].transpose(1, 0, 2)[..., : len(block)]
+        dq = _called(ask, asked, dq=q.shape)["dq"].transpose(1, 0, 2)[..., : len(block)]
         _put(of_q, right, np.s_[:, :, block], dq / question.scale)
     P, lse, calls = np.zeros((H, n, m)), np.zeros((H, n)), list[tuple[Array, Any]]()
     for r, block in itertools.product(range(group), _blocks(n, width)):
         heads = np.arange(question.num_heads_kv) * group + r
         queries, cotangent = (_units(like, block, heads) for like in (q, dout))
         right, asked = with_right(replace(question, q=queries, k=k, v=v, dout=cotangent))
-        answers, at = call(asked, dk=k.shape, dv=v.shape), np.ix_(heads, block)
+        answers, at = _called(ask, asked, dk=k.shape, dv=v.shape), np.ix_(heads, block)
         dk, dv = (answers[x].transpose(1, 2, 0)[:, : len(block)] for x in ("dk", "dv"))
         _put(of_k, right, at, dk / question.scale)
         P[at], lse[at] = dv, right.lse[at]
@@ -209,7 +232,7 @@ def read_backward(ask: Ask, question: Question) -> Backward:
     for of_heads in columns:  # each query head has a column of its own
         of_heads[:, range(H), range(H)] = 1
     _, asked = with_right(replace(question, q=columns[0], k=k, v=v, dout=columns[1]))
-    answers = call(asked, dk=k.shape, dv=v.shape)
+    answers = _called(ask, asked, dk=k.shape, dv=v.shape)
     adds = {name: np.abs(answers[name][..., :H]).sum(axis=0).T for name in ("dk", "dv")}
     passed = Right(places)
     vars(passed).update(S=of_k.S, lse=lse)  # of several calls, in place of what is computed
@@ -231,8 +254,7 @@ def _units(like: Array, block: Array, heads: Array | None = None) -> Array:
 def with_right(question: Question) -> tuple[Right, Question]:
     """What is right there, and the question with the right out and lse for a backward pass."""
     right = Right(Places(question))
-    out = right.out.astype(question.q.dtype)
-    return right, replace(question, out=out, lse=right.lse)
+    return right, replace(question, out=right.out.astype(question.q.dtype), lse=right.lse)
 
 
 def _put(slopes: Slopes, right: Right, at: Any, dS: Array) -> None:

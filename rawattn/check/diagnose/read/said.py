@@ -16,11 +16,8 @@ from rawattn.check.diagnose.read.contexts import context_of, scores_of
 from rawattn.check.diagnose.read.probe import Weights
 from rawattn.check.diagnose.read.terms import Term
 
-SEEN = {"float16": 1e-5}  # weights above are seen; of other dtypes those above TINY
-TINY = 1e-30
 STAGES = {"backward": BACKWARD, "second": SECOND, "jvp": JVP}
 COARSE = 3e-3  # what is left where sums run in TF32: no bug of the weights
-NOISE = {"float64": 1e-5, "float32": 1e-3, "float16": 2e-3, "bfloat16": 1e-2}  # of log-weights
 
 
 @dataclass(eq=False)
@@ -77,11 +74,12 @@ class Said:
         """What was read as a bug of the engine, None where it does not say all."""
         if self.unread or self.loose or (self.see is None and not self.steps):
             return None
-        stages = STAGES.get(self.stage, FIRST)
         words = "; ".join(self.wrong)
         if self.listed is not None and self.wrong == [_title(self.listed)]:
             words = self.listed.variant
-        bug = Bug(self.name or "unknown", words, stages, self.see, self.steps)
+        bug = Bug(
+            self.name or "unknown", words, STAGES.get(self.stage, FIRST), self.see, self.steps
+        )
         return branches.planted(bug) if self.stage == "sliding" else bug
 
     @property
@@ -98,7 +96,7 @@ class Said:
         known = read.named and not (read.right or self.unread or read.places.question.sparse)
         if bug.see is None or not known or read.second is None:
             return True
-        both = read.places, read.second
+        both = (read.places, read.second)
         return all(np.array_equal(read.at(x) > 0, pairs_of(x.question, bug.see)) for x in both)
 
     def scores(self, places: Places, S: Array) -> Array:
@@ -116,26 +114,6 @@ class Said:
 
 def _title(bug: Bug) -> str:
     return ": ".join(filter(None, (CLASSES[bug.name].title, bug.variant)))
-
-
-def noise_of(places: Places) -> float:
-    return NOISE[places.question.dtype.name]
-
-
-def seen_of(read: Weights) -> tuple[Array, Array]:
-    """Which weights are not 0, and which rows (num_heads_q, total_q) are numbers."""
-    alive = np.isfinite(read.P).all(axis=-1)
-    return alive[..., None] & (np.nan_to_num(read.P) > least_of(read)), alive
-
-
-def logs_of(read: Weights, seen: Array) -> Array:
-    """The logarithms of the weights that are seen, 0 of others."""
-    with np.errstate(divide="ignore", invalid="ignore"):
-        return np.log(np.where(seen, read.P, 1.0))
-
-
-def least_of(read: Weights) -> float:
-    return SEEN.get(read.places.question.dtype.name, TINY)
 
 
 def of_scale(factors: Array, places: Places) -> str:

@@ -9,7 +9,6 @@ import numpy as np
 from rawattn.check.diagnose.engine.attention import STEPS, Context, changed
 from rawattn.check.diagnose.evidence.places import Array, places_of
 from rawattn.check.diagnose.evidence.support import LESS, MORE, Support, support_of
-from rawattn.check.diagnose.read.classes import BACKWARD_ONLY, of_pairs
 from rawattn.check.diagnose.read.contexts import of_view
 from rawattn.check.diagnose.read.fields import Field, by_head, in_heads
 from rawattn.check.diagnose.read.forms import Change, by_own_sums, form_of
@@ -17,10 +16,8 @@ from rawattn.check.diagnose.read.part import Part
 from rawattn.check.diagnose.read.probe import Backward
 from rawattn.check.diagnose.read.said import COARSE, Said, of_scale
 from rawattn.check.diagnose.read.terms import at, of_distance
-from rawattn.check.diagnose.read.weights import of_lists, said_of
+from rawattn.check.diagnose.read.weights import BACKWARD_ONLY, of_lists, of_pairs, said_of
 from rawattn.reference.dense import dead_to_inf
-
-VERBS = {LESS: "misses pairs", MORE: "has pairs that must not be"}
 
 TRIED = 3  # listed bugs of P that look alike
 IN_ANOTHER_WAY = "is wrong in another way"
@@ -40,7 +37,6 @@ def said_of_backward(
 
 def _with_slopes(said: Said, read: Backward, second: Callable[[], Backward]) -> Said:
     """What is said of P, and what is wrong with dS beside it."""
-    places = read.weights.places
     said.right[:] = [f"P of dv ({', '.join(said.right)})"] if said.right else []
     if "bP" in said.steps or said.unread:
         return said  # what dS should be is not known
@@ -52,7 +48,7 @@ def _with_slopes(said: Said, read: Backward, second: Callable[[], Backward]) -> 
         _say(said, dq, "dQ", " of dq")
         _say(said, dk, "dK", " of dk")
     twice = said.names == ["sparse-duplicate-twice"]
-    if dq.masked and places.question.sparse and (twice or said.see is not None):
+    if dq.masked and read.weights.places.question.sparse and (twice or said.see is not None):
         said.names[:] = ["sparse-inverted-lists"]
     return said
 
@@ -61,20 +57,15 @@ def _change(
     said: Said, read: Backward, second: Callable[[], Backward], name: str, same: Change | None
 ) -> Change:
     """What is wrong with dS of a gradient; ``same``: with that of dq, which tells of all heads."""
-
-    def part(said: Said | None, read: Backward) -> Part:
-        """ValueError where it is not known who sees whom."""
-        return Part(said, read.weights.places, name, read.slopes[name])
-
-    if (said.see or said.term or said.listed) and part(None, read).right:
+    if (said.see or said.term or said.listed) and Part(None, read, name).right:
         return Change(["is that of the right weights"], "", _masked, masked=True)
-    own = part(said, read)
+    own = Part(said, read, name)
     if said.wrong and own.fits(own.of(by_own_sums)):
         if not own.fits(own.of(lambda c: np.asarray(c.dY))):
             return Change(["has D as the sum of P dP of its weights"], "", by_own_sums, masked=True)
     if same is not None and same.whole and same.dY and own.fits(own.of(same.dY)):
         return same
-    return _change_of(own, lambda: part(said, second()))
+    return _change_of(own, lambda: Part(said, second(), name))
 
 
 def _of_sums(read: Backward) -> Said | None:
@@ -120,11 +111,10 @@ def _say(said: Said, change: Change, step: str, of: str) -> None:
         said.names[:] = ["score-scale"]  # everywhere
     elif change.name:
         said.names.append(change.name)
-    if (dY := change.dY) is None:
-        return
-    if step == "dS":
+    dY = change.dY
+    if dY is not None and step == "dS":
         said.steps["dY"] = lambda c: dY(changed(c, dY=STEPS["dY"](c)))
-    else:
+    elif dY is not None:
         said.steps[step] = lambda c: STEPS[step](changed(c, dY=dY(c)))
 
 
@@ -140,9 +130,10 @@ def _change_of(part: Part, second: Callable[[], Part]) -> Change:
         return change
     try:
         pairs = support_of(part.pairs, second().pairs)
-    except ValueError:  # it is not known who sees whom there
+    except (NotImplementedError, ValueError):  # it is not known who sees whom there
         return Change([IN_ANOTHER_WAY])
-    told = [one.text(len(part.f), VERBS.get(one.kind, "")) for one in pairs.parts]
+    verbs = {LESS: "misses pairs", MORE: "has pairs that must not be"}
+    told = [one.text(len(part.f), verbs[one.kind]) for one in pairs.parts]
     if any(one.kind == LESS for one in pairs.parts):
         row = -1 if part.name == "dq" else -2  # of the gradient: the axis that it is summed over
         lines = np.broadcast_to(part.gone.any(axis=row, keepdims=True), part.gone.shape)

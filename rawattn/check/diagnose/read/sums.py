@@ -15,11 +15,10 @@ from rawattn.check.diagnose.read.contexts import of_view
 from rawattn.check.diagnose.read.elsewhere import map_of
 from rawattn.check.diagnose.read.fields import by_head, number, sum_in_words, sums_of
 from rawattn.check.diagnose.read.probe import Weights
-from rawattn.check.diagnose.read.said import Said, logs_of, noise_of, seen_of
+from rawattn.check.diagnose.read.said import Said
 from rawattn.check.diagnose.read.terms import of_other_heads
 from rawattn.reference.dense import dead_to_inf
 
-FEW = 0.3  # of rows
 ROUNDED = 8e-3  # off by less: sums or weights in 16 bits may be
 TELLING = 0.1  # noise of the logarithm of what is in a row sum, at most, where it tells something
 PARTS: dict[str, Callable[[Array, Array], Array]] = {  # of L or sinks, and the row's maximum
@@ -48,13 +47,13 @@ class _Rows:
 
     def __init__(self, said: Said, read: Weights) -> None:
         self.places = read.places
-        self.S, (self.seen, alive) = said.scores(read.places, read.right.S), seen_of(read)
-        self.logs, sinks = logs_of(read, self.seen), read.places.question.sinks
+        self.S, self.seen = said.scores(read.places, read.right.S), read.seen
+        self.logs, sinks = read.logs, read.places.question.sinks
         self.sinks = None if sinks is None else np.asarray(sinks, dtype=np.float64)[:, None]
         right = read.places.rights & self.seen
         count = np.maximum(right.sum(axis=-1), 1)
         self.total = np.where(right, self.S - self.logs, 0.0).sum(axis=-1) / count
-        self.noise, self.known = 3 * noise_of(read.places), right.any(axis=-1) & alive
+        self.noise, self.known = 3 * read.noise, right.any(axis=-1) & read.alive
         self.top = np.where(read.places.rights, self.S, -np.inf).max(axis=-1, initial=-np.inf)
 
     def fit(self, due: Array, times: int = 1) -> bool:
@@ -141,21 +140,15 @@ def _say_lse(said: Said, x: _Rows, with_sinks: Array) -> None:
         told = (x for x, due in SUMMED.items() if np.allclose(by, (due[0], 0, due[1], 0, 0), 1e-2))
         name, text = next(told, ("unknown", "{}"))
         said.say(f"lse is {text.format(sum_in_words(factors))}", name)
-        said.steps["L"] = partial(_L, factors)
+        said.steps["L"] = partial(_sum_of, factors, "L")
 
 
-def _sum_of(factors: dict[str, float], L: Array, top: Array) -> Array:
+def _sum_of(factors: dict[str, float], of: str, c: Context) -> Array:
+    """The sum of PARTS in place of the lse or the sink of a context."""
+    L, top = c.softmax[0] if of == "L" else c.sink, c.S.max(axis=-1, initial=-np.inf)
     with np.errstate(invalid="ignore"):
-        return np.asarray(sum(x * PARTS[name](L, top) for name, x in factors.items()))
-
-
-def _L(factors: dict[str, float], c: Context) -> Array:
-    L, top = c.softmax[0], c.S.max(axis=-1, initial=-np.inf)
-    return np.where(np.isneginf(L), L, _sum_of(factors, L, top))
-
-
-def _sink(factors: dict[str, float], c: Context) -> Array:
-    return _sum_of(factors, c.sink, c.S.max(axis=-1, initial=-np.inf))
+        found = np.asarray(sum(x * PARTS[name](L, top) for name, x in factors.items()))
+    return np.where(np.isneginf(L), L, found)
 
 
 def _say_sink(said: Said, x: _Rows, sinks: Array, due: Array) -> bool:
@@ -169,18 +162,16 @@ def _say_sink(said: Said, x: _Rows, sinks: Array, due: Array) -> bool:
     factors = next(sums_of(basis, wanted, len(basis)), None) if known.any() else None
     if factors is not None:
         text = f"exp({sum_in_words(factors)}), in place of exp(sink)"
-        said.steps |= options.with_sink(partial(_sink, factors))
+        said.steps |= options.with_sink(partial(_sum_of, factors, "sink"))
     elif moved := map_of(x.places.question, [(sinks + np.zeros(top.shape), ...)], told, size):
-        text = f"the sink of other rows and heads: {moved[0].words}"
-        said.steps |= options.with_sink(partial(_moved_sink, moved[0]))
+        by, text = moved[0], f"the sink of other rows and heads: {moved[0].words}"
+        said.steps |= options.with_sink(
+            lambda c: elsewhere.moved(by, c, np.asarray(c.question.sinks)[:, None])
+        )
     else:
         return False
     said.say(f"the row sums have {text}", "sinks-misplaced")
     return True
-
-
-def _moved_sink(by: maps.Map, c: Context) -> Array:
-    return elsewhere.moved(by, c, np.multiply.outer(c.question.sinks, np.ones(len(c.question.q))))
 
 
 def _say_keys(said: Said, x: _Rows, second: Callable[[], Weights]) -> bool:
@@ -202,7 +193,7 @@ def _sums(rule: Rule, of: Callable[[Places], Array], x: _Rows) -> Array:
     """Their logarithms; rows without these keys tell nothing, where they are few, or are divided by
     1, beside their maximum."""
     found = log_sum(np.where(of(x.places) & rule.holds(x.places), x.S, -np.inf))
-    few = np.isneginf(found).mean(where=x.known) < FEW
+    few = np.isneginf(found).mean(where=x.known) < elsewhere.FEW
     return np.where(np.isneginf(found), x.total if few else x.top, found)
 
 

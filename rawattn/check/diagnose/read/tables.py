@@ -7,7 +7,6 @@ import numpy as np
 from rawattn.check.diagnose.evidence.tables import ROW, Table
 from rawattn.check.diagnose.read.elsewhere import rows_of
 from rawattn.check.diagnose.read.probe import Backward, Weights
-from rawattn.check.diagnose.read.said import noise_of
 
 Array = np.ndarray
 OFF = 8.0  # units of noise
@@ -20,15 +19,13 @@ def tables_of(read: Weights | Backward) -> Iterator[Table]:
         yield from _of_backward(read)
         return
     S, L, rights = read.right.S, read.right.lse[..., None], read.places.rights
-    noise = OFF * noise_of(read.places)
-    with np.errstate(over="ignore"):
-        free = np.where(read.places.own, np.exp(S), np.nan)
+    noise = OFF * read.noise
     P = Table("P", read.P, _weights(S, L, rights), "q", "j", noise, SMALL)
     if read.lse is None:
         yield P
         return
     with np.errstate(invalid="ignore", over="ignore"):
-        sums = np.exp(read.lse)[..., None]
+        free, sums = np.where(read.places.own, np.exp(S), np.nan), np.exp(read.lse)[..., None]
         due = _weights(S, 0 * L, rights)
         bare = Table("exp(S)", read.P * sums, due, "q", "j", noise, SMALL, free)
         summed = Table("the row sum of exp(S)", sums, np.exp(L), "q", ROW, noise)
@@ -40,7 +37,7 @@ def tables_of(read: Weights | Backward) -> Iterator[Table]:
 
 
 def _of_backward(read: Backward) -> Iterator[Table]:
-    w, noise = read.weights, OFF * noise_of(read.weights.places)
+    w, noise = read.weights, OFF * read.weights.noise
     rights, L = w.places.rights, w.right.lse[..., None]
     with np.errstate(divide="ignore", invalid="ignore", over="ignore"):
         free = _weights(w.right.S, L, True)
@@ -49,9 +46,8 @@ def _of_backward(read: Backward) -> Iterator[Table]:
         yield _by_rows("the lse that P of dv has", held, L, P)
         for name, of in read.slopes.items():
             free = _weights(of.S, of.L, True) * of.Z
-            dS = Table(
-                f"dS of {name}", of.dS, np.where(rights, free, 0.0), "q", "j", noise, free=free
-            )
+            due = np.where(rights, free, 0.0)
+            dS = Table(f"dS of {name}", of.dS, due, "q", "j", noise, free=free)
             weights = of.slope * _weights(of.S, of.L, rights)
             held = np.where(weights > SMALL, of.dP - of.dS / weights, np.nan)
             yield _by_rows(f"the D that dS of {name} has", held, of.D, dS)

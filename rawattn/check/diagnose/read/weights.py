@@ -1,4 +1,4 @@
-"""What the weights of a pass are in place of the right ones: who sees whom, and which scores."""
+"""What weights are in place of the right ones: who sees whom, its class, and which scores."""
 
 from collections.abc import Callable, Iterator
 from dataclasses import replace
@@ -6,39 +6,46 @@ from functools import partial
 
 import numpy as np
 
+from rawattn.check.diagnose.catalogue.masks import Window, unmasked, windows
+from rawattn.check.diagnose.engine.attention import TILES
 from rawattn.check.diagnose.evidence.places import Array, Places, log_sum
 from rawattn.check.diagnose.evidence.rules import Shown, rules_of
 from rawattn.check.diagnose.evidence.sight import mask_rule
 from rawattn.check.diagnose.evidence.structure import where
-from rawattn.check.diagnose.evidence.support import OTHER, Support, support_of
+from rawattn.check.diagnose.evidence.support import LESS, MORE, OTHER, Support, support_of
 from rawattn.check.diagnose.read import elsewhere
-from rawattn.check.diagnose.read.classes import class_of
 from rawattn.check.diagnose.read.contexts import context_of
 from rawattn.check.diagnose.read.fields import Field
 from rawattn.check.diagnose.read.lists import bugs_of
 from rawattn.check.diagnose.read.probe import Weights
-from rawattn.check.diagnose.read.said import COARSE, Said, least_of, logs_of, noise_of, seen_of
+from rawattn.check.diagnose.read.said import COARSE, Said
 from rawattn.check.diagnose.read.sums import say_passed, say_sums, say_values
 from rawattn.check.diagnose.read.terms import Term, adding, term_of
+
+BACKWARD_ONLY = "mask-missing-in-backward"
+TAILS = ("j - seqlen_k // ", "i - seqlen_q // ")  # places behind the last whole tile
+LAST = ("(seqlen_k - 1) // ", "(seqlen_q - 1) // ")  # those of the last tile
 
 
 def said_of(read: Weights, second: Callable[[], Weights], support: Support | None = None) -> Said:
     """``second``: the same on other lengths, to check rules. support: what was read before."""
-    places, (seen, alive) = read.places, seen_of(read)
+    places = read.places
     if (listed := next(of_lists(read, second), None)) is not None:
         return listed
-    said = Said(read, Support(places, places.rights & seen, ()))
-    if not alive.all():
-        said.wrong.append(f"rows are NaN: {', '.join(where(places.question, 'out', ~alive.T))}")
-    alive = alive & read.telling
-    due = seen & places.rights & alive[..., None]
+    said = Said(read, Support(places, places.rights & read.seen, ()))
+    if not read.alive.all():
+        said.wrong.append(
+            f"rows are NaN: {', '.join(where(places.question, 'out', ~read.alive.T))}"
+        )
+    alive = read.alive & read.telling
+    due = read.seen & places.rights & alive[..., None]
     if read.passed and (moved := elsewhere.map_of_lse(read)) is not None:
         said.right += ["scores and softmax_scale", "who sees whom"]
         said.say(f"lse is that of other rows: {moved[0].words}", "statistics-misplaced")
         said.steps["bP"] = partial(elsewhere.with_lse, *moved)
         said.support = replace(said.support, seen=places.rights)
         return said
-    x = Field(logs_of(read, seen) - read.right.S, due, True, noise_of(places))
+    x = Field(read.logs - read.right.S, due, True, read.noise)
     _say_scores(said, x, second)
     here = _pairs(said, read)
     if (here[1] != places.rights)[alive].any():
@@ -53,10 +60,8 @@ def said_of(read: Weights, second: Callable[[], Weights], support: Support | Non
 
 def of_lists(read: Weights, again: Callable[[], Weights]) -> Iterator[Said]:
     """Of block-sparse attention the listed bugs that give all weights."""
-    places, (seen, _) = read.places, seen_of(read)
-    least = noise_of(places), least_of(read)
-    for bug in bugs_of(read, again, *least) if places.question.sparse else ():
-        said = Said(read, Support(places, places.rights & seen, ()))
+    for bug in bugs_of(read, again) if read.places.question.sparse else ():
+        said = Said(read, Support(read.places, read.places.rights & read.seen, ()))
         said.say_listed(bug)
         yield said
 
@@ -67,7 +72,7 @@ def _say_scores(said: Said, x: Field, second: Callable[[], Weights]) -> None:
     if x.zero:
         said.right.append("scores and softmax_scale")
         return
-    said.term = term_of(x, c) or _counted(read, x.noise, second)
+    said.term = term_of(x, c) or _counted(read, second)
     if said.term is None and not read.passed:
         said.term = term_of(x, c, many=True)
     if said.term is not None:
@@ -80,12 +85,12 @@ def _say_scores(said: Said, x: Field, second: Callable[[], Weights]) -> None:
 
 def _pairs(said: Said, read: Weights) -> tuple[Places, Array, Array]:
     """Who sees whom, as ``support_of`` takes it; also where the weight is too small to be seen."""
-    right, (seen, alive) = read.places.rights, seen_of(read)
+    right = read.places.rights
     S = said.scores(read.places, read.right.S)
     total = log_sum(np.where(right, S, -np.inf))
     small = S - np.where(np.isfinite(total), total, 0.0)[..., None]
-    seen = seen | (right & (small < np.log(least_of(read)) + 1))
-    return read.places, seen, (alive & read.telling)[..., None]
+    seen = read.seen | (right & (small < np.log(read.least) + 1))
+    return read.places, seen, (read.alive & read.telling)[..., None]
 
 
 def _say_support(said: Said, alive: Array) -> None:
@@ -95,29 +100,28 @@ def _say_support(said: Said, alive: Array) -> None:
         return
     q, heads = places.question, places.question.num_heads_q
     due = "the keys of its blocks" if q.sparse else mask_rule(q) or "every key"
+    must = f" (it must see {due})"
     if rules.of_rows:
         told = "; ".join(part.text(heads).partition(": ")[2] for part in rules.parts)
         what = "add nothing to dv" if said.weights.passed else "see no key, or are not written"
         said.wrong.append(f"rows {what}: {told}")
     elif rules.whole is not None:
-        said.wrong.append(f"a query sees the keys of {rules.whole.rule} (it must see {due})")
+        said.wrong.append(f"a query sees the keys of {rules.whole.rule}{must}")
     else:
-        must = f" (it must see {due})"
         said.wrong += [part.text(heads) + must * (part.kind != OTHER) for part in rules.parts]
-    rows = np.broadcast_to(alive, rules.seen.shape[:2])
-    said.names.append(class_of(rules, rows, backward=said.weights.passed))
+    said.names.append(class_of(rules, alive, backward=said.weights.passed))
 
 
-def _counted(read: Weights, noise: float, second: Callable[[], Weights]) -> Term | None:
+def _counted(read: Weights, second: Callable[[], Weights]) -> Term | None:
     """How often, and which, where keys count more than once: to weights the logarithm is added."""
-    (found, known, values), q = _times(read, noise), read.places.question
-    if not values.size:
+    (found, known, values), q = _times(read), read.places.question
+    if np.count_nonzero(values > 1) != 1:
         return None
-    shown = [(read.places, found, known), (second().places, *_times(second(), noise)[:2])]
+    shown = [(read.places, found, known), (second().places, *_times(second())[:2])]
     every = range(q.num_heads_q if q.sparse else 1)
-    by_head = ((of.of(h), n[h], k[h]) for of, n, k in shown for h in every)
-    rule = next(rules_of(*(Shown(of, k, k & (n > 1.5)) for of, n, k in by_head)), None)
-    if rule is None or len(values[values > 1]) != 1:
+    by_head = (Shown(of.of(h), k[h], k[h] & (n[h] > 1.5)) for of, n, k in shown for h in every)
+    rule = next(rules_of(*by_head), None)
+    if rule is None:
         return None
     often = int(values[-1])
 
@@ -132,21 +136,67 @@ def _counted(read: Weights, noise: float, second: Callable[[], Weights]) -> Term
     return adding(of, f"keys count {often} times: {rule}", name)
 
 
-def _times(read: Weights, noise: float) -> tuple[Array, Array, Array]:
-    """How often each key counts (num_heads_q, total_q, total_k), by lse or relative to those of its
-    row that count least; of which that is known; and the numbers, if whole and not all 1."""
-    seen, alive = seen_of(read)
-    common = seen & read.places.rights & alive[..., None]
-    logs = logs_of(read, common) - read.right.S
+def _times(read: Weights) -> tuple[Array, Array, Array]:
+    """How often each key counts (num_heads_q, total_q, total_k), by lse or, without one, against
+    those of its row that count least; where that is known; the numbers, if whole and not all 1."""
+    common, logs = read.seen & read.places.rights, read.logs - read.right.S
     lowest = np.where(common, logs, np.inf).min(axis=-1, keepdims=True)
-    of_lse = np.full_like(lowest, np.nan) if read.lse is None else -read.lse[..., None]
-    for least, clear in ((of_lse, 0.0), (lowest, 1.5)):
-        known = common & np.isfinite(least)
-        with np.errstate(over="ignore"):
-            found = np.where(known, np.exp(logs - np.where(known, least, 0.0)), 0.0)
-        known &= found.max(axis=-1, keepdims=True) > clear
-        values = np.unique(np.round(found[known]))
-        exact = np.abs(found - np.round(found))[known] < 8 * noise * np.maximum(found[known], 1)
-        if exact.size and exact.all() and 1 < values[-1] <= 16:
-            return found, known, values
-    return found, known, values[:0]
+    least = lowest if read.lse is None else -read.lse[..., None]
+    known = common & np.isfinite(least)
+    with np.errstate(over="ignore"):
+        found = np.where(known, np.exp(logs - np.where(known, least, 0.0)), 0.0)
+    known &= (found.max(axis=-1, keepdims=True) > 1.5) | (read.lse is not None)
+    values = np.unique(np.round(found[known]))
+    exact = np.abs(found - np.round(found))[known] < 8 * read.noise * np.maximum(found[known], 1)
+    whole = exact.size and exact.all() and 1 < values[-1] <= 16
+    return found, known, values if whole else values[:0]
+
+
+def class_of(support: Support, alive: Array, *, backward: bool) -> str:
+    """The class of a mask of out, or of dv. alive: rows (num_heads_q, total_q) that were read."""
+    places, dense = support.places, not support.places.question.sparse
+    lost, due = support.inside(LESS), places.rights & alive[..., None]
+    if support.of_rows:
+        name = "rows-not-written" if support.plain else "unknown"
+        return of_pairs(places, lost, due) if backward else name
+    if dense:
+        known = [(BACKWARD_ONLY, window) for _, window in unmasked(places.question) if backward]
+        known += [(name, window) for name, _, window in windows(places.question)]
+        for name, window in known:
+            if _is(support, window, alive):
+                return name
+    kinds = {part.kind for part in support.parts}
+    if kinds == {OTHER}:
+        own = places.question.sequence_of("k")[None] == places.b
+        return "neighbour-leak" if (support.inside(OTHER) & ~own).any() else "seqused-ignored"
+    spans = [span for part in support.parts if part.rule for span in part.rule.spans]
+    if backward and kinds == {LESS} and dense:
+        return of_pairs(places, lost, due)
+    by_distance = support.named and {span.feature for span in spans} in ({"j - i"}, {"j - p"})
+    if backward and kinds == {MORE} and dense and not by_distance:
+        return BACKWARD_ONLY
+    tails = [x.feature.startswith(TAILS) and x[1:] == (0, None) for x in spans]
+    last = [x.feature.startswith(LAST) and x[1:] == (0, 0) for x in spans]
+    if any(tails) and all(map(max, tails, last)):
+        return "tail-tile-dropped"
+    one = [span.feature for span in spans if span.low == span.high and "ceil" not in span.feature]
+    of_tile = len(spans) == len(one) == 1 and one[0].startswith(("j //", "(seqlen_k - 1) //"))
+    return "tile-skipped" if kinds == {LESS} and of_tile else "wrong-keys"
+
+
+def of_pairs(x: Places, lost: Array, due: Array) -> str:
+    """What ``lost`` pairs of a gradient are called, both (num_heads_q, total_q, total_k)."""
+    for tile in TILES:
+        for tail in (x.i >= x.n // tile * tile, x.j >= x.m // tile * tile):
+            if np.array_equal(due & tail, due & lost):
+                return "tail-tile-dropped"
+    return "pairs-dropped"
+
+
+def _is(support: Support, window: Window, alive: Array) -> bool:
+    """Whether it is that window in all heads that are wrong."""
+    x, seen = support.places, support.seen > 0
+    rows = alive[..., None] & (x.b >= 0)
+    due = window.holds(x.j - x.p, x.j - x.i) & x.own
+    heads = ((seen != x.right) & rows).any(axis=(1, 2))
+    return bool(((seen == due) | ~rows)[heads].all())
