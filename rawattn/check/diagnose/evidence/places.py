@@ -134,9 +134,7 @@ class Places:
             found |= {"j - seqlen_q": lambda: j - n, "i - seqlen_k": lambda: i - m}
             longest = max(self.question.lengths_q)
             difference = "(the longest seqlen_k - the longest seqlen_q)"
-            of_longest = {"j - the longest seqlen_q": lambda: j - longest}
-            of_longest[f"j - i - {difference}"] = lambda: j - i - max(lengths) + longest
-            found = of_longest | found
+            found = {f"j - i - {difference}": lambda: j - i - max(lengths) + longest} | found
         found |= {
             "seqlen_k": lambda: m,
             "seqlen_q": lambda: n,
@@ -148,7 +146,6 @@ class Places:
         found |= {
             "the row of the query in q": lambda: query,
             "j - the longest seqlen_k": lambda: j - max(lengths),
-            "j - the seqlen_k of sequence 0": lambda: j - lengths[0],
             "the row in k - the query's first row in q": lambda: key - (query - i),
             f"the row in k - the query's first row in q - {of}": lambda: key - (query - i) - p,
         }
