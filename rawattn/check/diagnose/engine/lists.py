@@ -36,7 +36,6 @@ class Lists:
 
     @property
     def start(self) -> Ints:
-        """Where the sequence of a token begins."""
         return by_token(self.question, self.question.cu_seqlens_q[:-1])
 
     @property
@@ -54,7 +53,6 @@ class Lists:
 
     @cached_property
     def blocks(self) -> Ints:
-        """How many the sequence has."""
         return -(-by_token(self.question, self.question.lengths_k) // self.size)
 
     @property
@@ -68,7 +66,6 @@ class Lists:
 
     @property
     def is_block(self) -> Ints:
-        """A block of the sequence, counted or not."""
         return np.asarray((self.named >= 0) & (self.named < self.blocks))
 
     @cached_property

@@ -101,7 +101,6 @@ def _well_formed(question: Question, answers: Answers, side: str) -> tuple[Answe
 
 
 def sizes_of(question: Question) -> str:
-    """What a question is about, in a line."""
     q, both = question, (question.lengths_q, question.lengths_k)
     of_q, of_k = (", ".join(map(str, x[:8])) + ", ..." * (len(x) > 8) for x in both)
     lengths = f"{of_q} tokens" if both[0] == both[1] else f"{of_q} queries on {of_k} keys"
@@ -188,7 +187,6 @@ def _resolve(question: Question, side: str, verdicts: Sequence[StageVerdict]) ->
 def _found(
     question: Question, side: str, name: str, parts: Sequence[_Part], others: Sequence[str]
 ) -> Finding:
-    """A bug, in all parts that it explains."""
     works = {tensor: part.verdict for part in parts for tensor in part.tensors}
     wrong = {name: of for name, of in works.items() if not of.null[name].good}
     bugs = [part.best[name].prediction.bug for part in parts]
@@ -239,7 +237,6 @@ def _said(name: str, parts: Sequence[_Part], form: str, must: str) -> str:
 
 
 def _sequences(question: Question, wrong: Mapping[str, StageVerdict]) -> int:
-    """In how many sequences something is wrong."""
     bad = {name: of.work.bad(name).any(axis=1) for name, of in wrong.items()}
     return len({*np.concatenate([question.sequence_of(name)[rows] for name, rows in bad.items()])})
 

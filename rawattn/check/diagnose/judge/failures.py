@@ -325,8 +325,6 @@ def _asked(
 
 
 def _read(candidate: Candidate, question: Question) -> Readings:
-    """What the passes of ``candidate`` do, each called alone."""
-
     def ask(stage: str) -> Callable[[Question], Answers] | None:
         alone = of_stage(candidate, stage)
         return None if alone is None else partial(answers_of, alone)

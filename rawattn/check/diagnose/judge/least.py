@@ -41,7 +41,6 @@ class Asker:
     answers: Callable[[Candidate, Question], Answers]
 
     def results(self, case: Case) -> tuple[Answers, dict[str, Target]]:
-        """What it gives, and what it must."""
         expected = (expect if self.stage in FIRST else expect_second)(case)
         return self.candidate.run(expected), expected.targets
 
