@@ -35,12 +35,8 @@ class Lists:
         return np.arange(self.named.shape[2])
 
     @property
-    def start(self) -> Ints:
-        return by_token(self.question, self.question.cu_seqlens_q[:-1])
-
-    @property
     def row(self) -> Ints:
-        return np.asarray(np.arange(len(self.named))[:, None, None] - self.start)
+        return self.question.place_of("q")[:, None, None]
 
     @property
     def own_block(self) -> Ints:

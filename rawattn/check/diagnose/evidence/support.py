@@ -154,11 +154,10 @@ def support_of(*read: tuple[Places, Array, Array]) -> Support:
         if len(told) > 1 and (len(rules) > 1 or None in rules):  # one for all, if there is one
             one = _part(kind, every, both, every, by_head=True)
             told = told if one.rule is None else [one]
-        same: dict[Rule | None, Part] = {}
-        for part in told:
-            others = same[part.rule].heads if part.rule in same else ()
-            same[part.rule] = replace(part, heads=tuple(sorted((*others, *part.heads))))
-        parts += same.values()
+        for rule in dict.fromkeys(part.rule for part in told):
+            same = [part for part in told if part.rule == rule]
+            heads = sorted(head for part in same for head in part.heads)
+            parts.append(replace(same[-1], heads=tuple(heads)))
     kinds, alike = {part.kind for part in parts}, all(len(x.heads) == len(seen) for x in parts)
     whole = _whole(*read, own=OTHER not in kinds) if kinds > {LESS} and alike else None
     return Support(places, seen, tuple(parts), whole, second)

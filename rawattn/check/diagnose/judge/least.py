@@ -78,7 +78,7 @@ def _moved(asker: Asker, case: Case) -> list[tuple[str, Case]]:
 
 
 def of_stage(candidate: Candidate, stage: str) -> Candidate | None:
-    """The pass of a candidate alone, None where it has none."""
+    """The pass of a candidate alone."""
     name = {"second": "double_backward"}.get(stage, stage)
     function = getattr(candidate, name)
     nothing: dict[str, Any] = dict.fromkeys(("forward", "backward", "preprocess", "jvp"))

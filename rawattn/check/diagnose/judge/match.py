@@ -130,9 +130,8 @@ class Explained(NamedTuple):
 class Stage:
     """What a side says to one stage, what is right, and the fits, computed when asked for. asked:
     question, answers and stage. found: its arrays. rights: predictions without a bug, of other
-    sources. rows: those that can be judged. From ``until`` on, by effort.spent(), only the usual
-    bugs are tried. of: what was read of the function, or shown by others: nothing else is tried
-    where that explains everything and has a name."""
+    sources. rows: those that can be judged. From ``until`` on only the usual bugs are tried. of:
+    what was read, or shown by others: nothing else is tried where that, named, explains all."""
 
     def __init__(
         self, question: Question, answers: Answers, stage: str, until: float, of: Readings = UNREAD
@@ -158,7 +157,6 @@ class Stage:
         self.noisy: dict[tuple[Prediction, str], Answers] = {}  # by precision
 
     def verdict(self) -> "StageVerdict | None":
-        """What is wrong with it; None where there is nothing of it."""
         before = cuts()
         if not self.tensors:
             return None
