@@ -208,10 +208,8 @@ class Places:
             first, count = i // t * t, np.maximum(np.minimum(t, n - i // t * t), 1)
             name = f"{packed} of its tile of {t}, modulo its queries"
             rows[name] = first + (row - g * first) % count
-        found = {
-            "h": partial(np.asarray, h + 0 * i),
-            f"h % {g}": partial(np.asarray, h % g + 0 * i),
-        }
+        found: dict[str, Callable[[], Array]] = {"h": lambda: h + 0 * i}
+        found[f"h % {g}"] = lambda: h % g + 0 * i
         for name, at in rows.items():
             found[f"j - {name}"] = partial(np.subtract, j, at)
             found[f"j - {name} - seqlen_k + seqlen_q"] = partial(np.subtract, j - self.m + n, at)
