@@ -430,8 +430,7 @@ def _explain(
     """The bugs that fit all tensors of a stage; else those that fit the most of the wrong ones."""
     right = good(null)
     wrong = tuple(name for name in work.tensors if name not in right)
-    keys: list[Callable[[Prediction], float]] = []
-    keys += [partial(work.relative, name) for name in work.tensors]
+    keys: list[Callable[[Prediction], float]] = [partial(work.relative, n) for n in work.tensors]
     keys.append(lambda guess: max(work.relative(name, guess) for name in work.tensors))
     most = precision.most
     near = [one for key in keys for one in sorted(guesses, key=key)[:NEAREST] if key(one) < most]
