@@ -144,7 +144,7 @@ def test_one_cause_beats_two() -> None:
     work = match.Stage(question, answers, "backward", np.inf)
     work.usual = work.planted(two)
     whole = work.planted([one])
-    work.every = [*work.usual, *whole]
+    work.families = [lambda: whole]
     verdict = match._verdict(work, match.ladder(question.dtype))
     assert {explained.name for explained in verdict.explained} == {"offsets-shifted"}
 

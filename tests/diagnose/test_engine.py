@@ -173,6 +173,6 @@ def test_a_search_that_fails_hides_nothing(monkeypatch: pytest.MonkeyPatch) -> N
     question = next(questions(1))
     answers = solve(question, "forward")
     answers["out"] = answers["out"] + np.arange(len(answers["out"]))[:, None, None] ** 2
-    monkeypatch.setattr(match.online, "bugs", fails)
+    monkeypatch.setattr(match, "INFERRED", (fails,))
     with pytest.warns(match.SearchFailed, match="a bug may be missed: ValueError"):
         assert diagnose(question, answers).findings

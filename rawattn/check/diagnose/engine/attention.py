@@ -166,7 +166,6 @@ def heads_of(question: Question, head_kv: int) -> np.ndarray:
 
 
 def run_steps(c: Context, names: Sequence[str], bug: Bug) -> None:
-    """Set every step's result under its name; "bP" is P."""
     for name in names:
         step = bug.steps.get(name, STEPS[name])
         setattr(c, "P" if name == "bP" else name, step(c))
@@ -314,7 +313,6 @@ def empty(question: Question, stage: str) -> Answers:
 
 
 def _store(array: Floats, name: str, x: Floats, c: Context) -> None:
-    """Put what a view has in its places, or add it."""
     view, there = c.view, c.view.keys >= 0
     keys = view.keys[there]
     if name in BY_ROW:

@@ -8,7 +8,6 @@ def spend(units: float) -> None:
 
 
 def spent() -> float:
-    """All units since the process began."""
     return _total["spent"]
 
 
@@ -20,5 +19,4 @@ def over(until: float) -> bool:
 
 
 def cuts() -> float:
-    """How many searches have been cut short since the process began."""
     return _total["cuts"]

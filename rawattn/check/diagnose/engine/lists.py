@@ -35,13 +35,8 @@ class Lists:
         return np.arange(self.named.shape[2])
 
     @property
-    def start(self) -> Ints:
-        """Where the sequence of a token begins."""
-        return by_token(self.question, self.question.cu_seqlens_q[:-1])
-
-    @property
     def row(self) -> Ints:
-        return np.asarray(np.arange(len(self.named))[:, None, None] - self.start)
+        return self.question.place_of("q")[:, None, None]
 
     @property
     def own_block(self) -> Ints:
@@ -54,7 +49,6 @@ class Lists:
 
     @cached_property
     def blocks(self) -> Ints:
-        """How many the sequence has."""
         return -(-by_token(self.question, self.question.lengths_k) // self.size)
 
     @property
@@ -68,7 +62,6 @@ class Lists:
 
     @property
     def is_block(self) -> Ints:
-        """A block of the sequence, counted or not."""
         return np.asarray((self.named >= 0) & (self.named < self.blocks))
 
     @cached_property

@@ -115,7 +115,6 @@ class Question:
 
     @property
     def slots(self) -> int:
-        """How many blocks a list may name."""
         return 0 if self.block_indices is None else int(self.block_indices.shape[2])
 
     @property
@@ -124,7 +123,6 @@ class Question:
 
     @property
     def rare(self) -> tuple[str, ...]:
-        """Which of softcap, sinks and seqused_k there are."""
         names = ("softcap", "sinks", "seqused_k")
         return tuple(name for name in names if getattr(self, name) is not None)
 
@@ -145,7 +143,6 @@ class Question:
         return np.asarray(self.cu_seqlens_q if side_of(of) == "q" else self.cu_seqlens_k)
 
     def span(self, of: str, b: int) -> slice:
-        """The rows of a sequence, of a side or a tensor."""
         return slice(*self.offsets(of)[b : b + 2].tolist())
 
     def sequence_of(self, of: str) -> np.ndarray:
@@ -162,7 +159,6 @@ class Question:
 
 
 def side_of(tensor: str) -> str:
-    """Whether ``tensor`` has rows like "q" or like "k"."""
     return "k" if tensor in ("k", "v", "tk", "tv", *OF_KEYS) else "q"
 
 

@@ -49,7 +49,6 @@ def _tdY(c: Context) -> Floats:
 
 
 def sunk(value: Step) -> Step:
-    """What there is of sinks alone; 0 without."""
     return lambda c: 0.0 if c.sink is None else value(c)
 
 
@@ -105,5 +104,4 @@ SCORES = ("Y", "cap", "S")
 
 
 def changed(c: Context, **changes: Any) -> Context:
-    """The same context with other arrays under some names."""
     return SimpleNamespace(**(vars(c) | changes))

@@ -134,9 +134,7 @@ class Places:
             found |= {"j - seqlen_q": lambda: j - n, "i - seqlen_k": lambda: i - m}
             longest = max(self.question.lengths_q)
             difference = "(the longest seqlen_k - the longest seqlen_q)"
-            of_longest = {"j - the longest seqlen_q": lambda: j - longest}
-            of_longest[f"j - i - {difference}"] = lambda: j - i - max(lengths) + longest
-            found = of_longest | found
+            found = {f"j - i - {difference}": lambda: j - i - max(lengths) + longest} | found
         found |= {
             "seqlen_k": lambda: m,
             "seqlen_q": lambda: n,
@@ -148,7 +146,6 @@ class Places:
         found |= {
             "the row of the query in q": lambda: query,
             "j - the longest seqlen_k": lambda: j - max(lengths),
-            "j - the seqlen_k of sequence 0": lambda: j - lengths[0],
             "the row in k - the query's first row in q": lambda: key - (query - i),
             f"the row in k - the query's first row in q - {of}": lambda: key - (query - i) - p,
         }
@@ -204,23 +201,19 @@ class Places:
 
     def _of_heads(self, h: int) -> dict[str, Callable[[], Array]]:
         """What hangs on the query head h: rows packed with those of the other heads of a group."""
-        i, j, n, m, g = self.i, self.j, self.n, self.m, self.question.group
-        packed, row, more = f"(packed row {g} i + h % {g})", g * i + h % g, "- seqlen_k + seqlen_q"
-        found: dict[str, Callable[[], Array]] = {}
+        i, j, n, g = self.i, self.j, self.n, self.question.group
+        packed, row = f"(packed row {g} i + h % {g})", g * i + h % g
+        rows = {packed: row, f"{packed} % seqlen_q": row % np.maximum(n, 1)}
         for t in (t for t in PACKED if t < max(self.question.lengths_q)):
-            first, rows = i // t * t, np.minimum(t, n - i // t * t)
-            at = first + (g * (i - first) + h % g) % np.maximum(rows, 1)
-            name = f"j - {packed} of its tile of {t}, modulo its queries"
-            found |= {name: partial(np.subtract, j, at)}
-            found |= {f"{name} {more}": partial(np.subtract, j - m + n, at)}
-        return found | {
-            "h": lambda: h + 0 * i,
-            f"h % {g}": lambda: h % g + 0 * i,
-            f"j - {packed}": lambda: j - row,
-            f"j - {packed} {more}": lambda: j - row - m + n,
-            f"j - {packed} % seqlen_q": lambda: j - row % n,
-            f"j - {packed} % seqlen_q {more}": lambda: j - row % n - m + n,
-        }
+            first, count = i // t * t, np.maximum(np.minimum(t, n - i // t * t), 1)
+            name = f"{packed} of its tile of {t}, modulo its queries"
+            rows[name] = first + (row - g * first) % count
+        found: dict[str, Callable[[], Array]] = {"h": lambda: h + 0 * i}
+        found[f"h % {g}"] = lambda: h % g + 0 * i
+        for name, at in rows.items():
+            found[f"j - {name}"] = partial(np.subtract, j, at)
+            found[f"j - {name} - seqlen_k + seqlen_q"] = partial(np.subtract, j - self.m + n, at)
+        return found
 
     @property
     def by_head(self) -> list[str]:

@@ -130,8 +130,7 @@ def _row_rms(x: Floats) -> Floats:
         return np.asarray(np.sqrt(np.mean(finite(x) ** 2, axis=-1)))
 
 
-# Every sum with the squares of its terms: what is left of them where they cancel does not tell
-# what rounding may do.
+# Sums of the squares of terms: what terms that cancel leave does not tell what rounding may do.
 SQUARES: dict[str, Step] = {
     "L": lambda c: c.s**2 * (c.P * times(c.Q**2, c.K.T**2)).sum(axis=-1),
     "O": lambda c: times(c.P**2, c.V**2),

@@ -37,7 +37,6 @@ class Span(NamedTuple):
     high: int | None
 
     def among(self, x: Array) -> Array:
-        """Which of these values of the feature."""
         found = np.ones(x.shape, dtype=bool) if self.low is None else x >= self.low
         return found if self.high is None else found & (x <= self.high)
 
@@ -164,7 +163,6 @@ def _exact(spans: Sequence[_Left], count: int) -> Iterator[Rule]:
 
 
 def _bounds(x: Array, inside: Array, name: str) -> Iterator[Span]:
-    """Intervals that have all of the set, and not all else."""
     low, high = int(x[inside].min()), int(x[inside].max())
     if name in LENGTHS and low > x.min():  # as few as can be are left out
         low = int(x[x < low].max()) + 1

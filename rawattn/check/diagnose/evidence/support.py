@@ -17,6 +17,7 @@ OWN, ANY = "sees the keys of", "sees, of all sequences, the keys of"  # and no o
 NO_RULE = "by no plain rule"
 COMBINED = 120  # of parts
 RULES, APART = 1000, 60  # of a part: rules that are tried elsewhere, and of those not alike there
+LOST = 2  # groups of heads that no rule tells, after which no others are looked at
 _Read = tuple[Places, Array, Array]  # on a problem, by head: pairs that are known, or of a kind
 
 
@@ -61,7 +62,6 @@ class Support:
 
     @property
     def plain(self) -> bool:
-        """Whether rules are such as somebody may have written."""
         return all(part.rule is not None and part.rule.plain for part in self.told)
 
     @property
@@ -71,12 +71,10 @@ class Support:
         return not left.any() and all(part.kind == LESS for part in self.parts)
 
     def inside(self, kind: str) -> Array:
-        """Pairs of the places that are wrong in this way."""
         return _inside(kind, self.places, self.seen)
 
     def at(self, places: Places) -> Array:
-        """Who sees whom elsewhere, like seen; NotImplementedError where that is known of no such
-        lengths."""
+        """Like seen, elsewhere; NotImplementedError where it is known of no such lengths."""
         if self.listed is not None:
             return pairs_of(places.question, self.listed)
         if not self.named:
@@ -96,7 +94,6 @@ class Support:
 
     @property
     def by_no_rule(self) -> "Support":
-        """The same without rules, which do not hold elsewhere."""
         parts = tuple(replace(part, rule=None) for part in self.parts)
         return replace(self, parts=parts, whole=None)
 
@@ -115,7 +112,6 @@ class Support:
             yield replace(self, **{"parts": parts} if self.whole is None else {"whole": parts[0]})
 
     def see(self, question: Question, views: tuple[View, ...]) -> Sequence[View]:
-        """The same as a change of views."""
         if self.listed is not None:
             return self.listed(question, views)
         places, found = places_of(question), list[View]()
@@ -149,16 +145,19 @@ def support_of(*read: tuple[Places, Array, Array]) -> Support:
             if common.rule is not None:
                 parts.append(common)
                 continue
-        told = [_part(kind, heads, both, heads[:1]) for heads in groups.values()]
+        told = list[Part]()
+        for heads in groups.values():  # searches that find nothing cost seconds
+            lost = sum(part.rule is None for part in told) >= LOST
+            one = Part(kind, tuple(heads), None) if lost else _part(kind, heads, both, heads[:1])
+            told.append(one)
         rules = {part.rule for part in told}
         if len(told) > 1 and (len(rules) > 1 or None in rules):  # one for all, if there is one
             one = _part(kind, every, both, every, by_head=True)
             told = told if one.rule is None else [one]
-        same: dict[Rule | None, Part] = {}
-        for part in told:
-            heads = same[part.rule].heads if part.rule in same else ()
-            same[part.rule] = replace(part, heads=tuple(sorted((*heads, *part.heads))))
-        parts += same.values()
+        for rule in dict.fromkeys(part.rule for part in told):
+            same = [part for part in told if part.rule == rule]
+            heads = sorted(head for part in same for head in part.heads)
+            parts.append(replace(same[-1], heads=tuple(heads)))
     kinds, alike = {part.kind for part in parts}, all(len(x.heads) == len(seen) for x in parts)
     whole = _whole(*read, own=OTHER not in kinds) if kinds > {LESS} and alike else None
     return Support(places, seen, tuple(parts), whole, second)

@@ -45,8 +45,7 @@ class Table:
         close &= (self.found != 0) | (size < 1e-2 * allowed)  # nothing, where little is due
         return np.asarray(~(close | (self.found == self.due)))
 
-    def column(self, places: Any) -> str:
-        """What some columns are called."""
+    def called(self, places: Any) -> str:
         if isinstance(self.columns, str):
             return f"{self.columns} = {named('', places)}"
         return ", ".join(self.columns[place] for place in places)
@@ -77,15 +76,15 @@ def told(of: Table, question: Question) -> str:
 
 
 def _of_head(of: Table, question: Question, rows: Array, head: int) -> str:
-    """What is wrong of the rows of a sequence in one head."""
     off, b = of.off[head, rows], question.sequence_of(of.side)[rows[0]]
-    here = _Place(of, head, int(question.offsets("k")[b]) if of.columns == "j" else 0)
-    kinds = {row: here.kinds(int(row)) for row in rows[off.any(axis=1)]}
+    first = int(question.offsets("k")[b]) if of.columns == "j" else 0  # the column that is called 0
+    kinds = {row: _kinds(of, head, int(row)) for row in rows[off.any(axis=1)]}
     every = {kind for of_row in kinds.values() for kind in of_row}
     alone = every.pop() if len(every) == 1 and len(kinds) > 1 else ""
     pieces, lists = dict[str, list[int]](), question.block_indices
     for row, of_row in kinds.items():
-        said = [f"{of.column(at)} {kind}".removesuffix(alone) for kind, at in of_row.items()]
+        columns = {kind: of.called(np.subtract(at, first)) for kind, at in of_row.items()}
+        said = [f"{at} {kind}".removesuffix(alone) for kind, at in columns.items()]
         text = ", ".join(map(str.rstrip, said))
         if lists is not None and of.side == "q":
             listed = lists[row, head * lists.shape[1] // question.num_heads_q]
@@ -97,56 +96,49 @@ def _of_head(of: Table, question: Question, rows: Array, head: int) -> str:
     count = f" at {np.count_nonzero(off)} of {off.size} places" * (off.size > 1)
     few = np.flatnonzero(off.any(axis=0))
     if np.count_nonzero(off.any(axis=1)) > 2 and 2 * len(few) < off.shape[1]:
-        count += f", all of {of.column(few - here.first)}"
+        count += f", all of {of.called(few - first)}"
     count += f", each {alone}" * bool(alone)
     return f"{count}: {'; '.join(said)}"
 
 
-@dataclass(frozen=True)
-class _Place:
-    """A head of a table; ``first``: the column that is called 0."""
+def _kinds(of: Table, head: int, row: int) -> dict[str, list[int]]:
+    """What a row holds in its wrong columns, and in which."""
+    columns = np.flatnonzero(of.off[head, row])
+    if of.columns in ("column", ROW):
+        return {_other_row(of, head, row, columns): columns.tolist()}
+    found, due = of.found[head, row, columns], of.due[head, row, columns]
+    with np.errstate(divide="ignore", invalid="ignore"):
+        ratio = np.where(np.abs(due) > of.noise * np.abs(due).max(), found / due, np.nan)
+    kinds: dict[str, list[int]] = {}
+    for n, column in enumerate(columns):
+        alike = np.abs(ratio - ratio[n]) <= max(1e-3, of.noise) * abs(ratio[n])
+        free = None if of.free is None else of.free[head, row, column]
+        if free is not None and due[n] == 0 and abs(found[n] - free) <= of.noise * abs(free):
+            kind = "is seen"
+        elif np.count_nonzero(found == found[n]) > 2 or found[n] == 0 or np.isnan(found[n]):
+            kind = f"is {found[n]:.4g}"
+        elif np.count_nonzero(alike) > 2 or abs(ratio[n] - np.round(ratio[n])) < of.noise:
+            kind = f"is {ratio[alike].mean():.3g} times what is due"
+        else:
+            kind = f"is {found[n]:.4g}, not {due[n]:.4g}"
+        kinds.setdefault(kind, []).append(int(column))
+    return kinds
 
-    of: Table
-    head: int
-    first: int
 
-    def kinds(self, row: int) -> dict[str, list[int]]:
-        """What a row holds in its wrong columns, and in which."""
-        of, columns = self.of, np.flatnonzero(self.of.off[self.head, row])
-        if of.columns in ("column", ROW):
-            return {self._other_row(row, columns): columns.tolist()}
-        found, due = of.found[self.head, row, columns], of.due[self.head, row, columns]
-        with np.errstate(divide="ignore", invalid="ignore"):
-            ratio = np.where(np.abs(due) > of.noise * np.abs(due).max(), found / due, np.nan)
-        kinds: dict[str, list[int]] = {}
-        for n, column in enumerate(columns):
-            alike = np.abs(ratio - ratio[n]) <= max(1e-3, of.noise) * abs(ratio[n])
-            free = None if of.free is None else of.free[self.head, row, column]
-            if free is not None and due[n] == 0 and abs(found[n] - free) <= of.noise * abs(free):
-                kind = "is seen"
-            elif np.count_nonzero(found == found[n]) > 2 or found[n] == 0 or np.isnan(found[n]):
-                kind = f"is {found[n]:.4g}"
-            elif np.count_nonzero(alike) > 2 or abs(ratio[n] - np.round(ratio[n])) < of.noise:
-                kind = f"is {ratio[alike].mean():.3g} times what is due"
-            else:
-                kind = f"is {found[n]:.4g}, not {due[n]:.4g}"
-            kinds.setdefault(kind, []).append(int(column) - self.first)
-        return kinds
-
-    def _other_row(self, row: int, columns: Array) -> str:
-        """What a row of a result holds: another one's, or numbers that are not due anywhere."""
-        of, found, due = self.of, self.of.found[self.head, row], self.of.due[self.head, row]
-        size = np.abs(found).max(initial=0.0)
-        near = np.abs(of.due - found)[..., columns].max(axis=-1) <= of.noise * size
-        if not found[columns].any():
-            return "is 0"
-        if not np.isfinite(found[columns]).all():
-            return "is not finite"
-        if np.count_nonzero(near) == 1:
-            h, i = map(int, np.argwhere(near)[0])
-            at = [f"head {h}"] * (h != self.head) + [f"{of.row} {i - row:+d}"] * (i != row)
-            return f"is that of {', '.join(at)}"
-        if of.columns == ROW:
-            return f"is {found[0]:.4g}, not {due[0]:.4g}"
-        off = np.abs(found - due).max(initial=0.0)
-        return f"is other numbers, by up to {off:.3g} off of {np.abs(due).max():.3g}"
+def _other_row(of: Table, head: int, row: int, columns: Array) -> str:
+    """What a row of a result holds: another one's, or numbers that are not due anywhere."""
+    found, due = of.found[head, row], of.due[head, row]
+    size = np.abs(found).max(initial=0.0)
+    near = np.abs(of.due - found)[..., columns].max(axis=-1) <= of.noise * size
+    if not found[columns].any():
+        return "is 0"
+    if not np.isfinite(found[columns]).all():
+        return "is not finite"
+    if np.count_nonzero(near) == 1:
+        h, i = map(int, np.argwhere(near)[0])
+        at = [f"head {h}"] * (h != head) + [f"{of.row} {i - row:+d}"] * (i != row)
+        return f"is that of {', '.join(at)}"
+    if of.columns == ROW:
+        return f"is {found[0]:.4g}, not {due[0]:.4g}"
+    off = np.abs(found - due).max(initial=0.0)
+    return f"is other numbers, by up to {off:.3g} off of {np.abs(due).max():.3g}"

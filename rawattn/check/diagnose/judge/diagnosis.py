@@ -101,7 +101,6 @@ def _well_formed(question: Question, answers: Answers, side: str) -> tuple[Answe
 
 
 def sizes_of(question: Question) -> str:
-    """What a question is about, in a line."""
     q, both = question, (question.lengths_q, question.lengths_k)
     of_q, of_k = (", ".join(map(str, x[:8])) + ", ..." * (len(x) > 8) for x in both)
     lengths = f"{of_q} tokens" if both[0] == both[1] else f"{of_q} queries on {of_k} keys"
@@ -188,19 +187,18 @@ def _resolve(question: Question, side: str, verdicts: Sequence[StageVerdict]) ->
 def _found(
     question: Question, side: str, name: str, parts: Sequence[_Part], others: Sequence[str]
 ) -> Finding:
-    """A bug, in all parts that it explains."""
     works = {tensor: part.verdict for part in parts for tensor in part.tensors}
     wrong = {name: of for name, of in works.items() if not of.null[name].good}
-    bugs = [part.best[name].prediction.bug for part in parts]
+    best = [part.best[name] for part in parts]
+    bugs = [of.prediction.bug for of in best]
     form, must = bugs[0].variant, mask_rule(question)
     where = " and ".join(dict.fromkeys(PASSES[part.verdict.work.stage] for part in parts))
     cut = any(part.verdict.cut for part in parts)
     evidence = [_said(name, parts, form, must), *[CUT] * cut]
-    clear = not cut and not others and not any(part.verdict.unexplained for part in parts)
-    summed = name == "rows-not-written" and {*wrong} <= {*OF_KEYS}  # over queries, maybe none
-    clear = clear and _in_numbers(question, wrong) and not summed
-    clear = clear and not any(words in form for words in match.INEXACT)
-    clear = clear and not (name in OF_LENGTHS and _sequences(question, wrong) <= OF_LENGTHS[name])
+    doubts = [cut, others, *(part.verdict.unexplained for part in parts)]
+    doubts.append(name == "rows-not-written" and {*wrong} <= {*OF_KEYS})  # sums over no queries
+    doubts.append(name in OF_LENGTHS and _sequences(question, wrong) <= OF_LENGTHS[name])
+    clear = not any(doubts) and not best[0].inexact and _in_numbers(question, wrong)
     where = f"{where}: {', '.join(wrong or works)}"
     given = side, name, where, "high" if clear else "medium", evidence, tuple(others)
     forms = [(part.verdict.work.stage, part.verdict.forms(name, part.tensors)) for part in parts]
@@ -212,7 +210,6 @@ def _found(
 
 
 def _title(name: str, form: str, must: str) -> str:
-    """What is wrong, with the form that the bug has here."""
     title = CLASSES[name].title
     if form.startswith("j ") and must:
         return f"{title}: the mask is {form}, it must be {must}"
@@ -239,7 +236,6 @@ def _said(name: str, parts: Sequence[_Part], form: str, must: str) -> str:
 
 
 def _sequences(question: Question, wrong: Mapping[str, StageVerdict]) -> int:
-    """In how many sequences something is wrong."""
     bad = {name: of.work.bad(name).any(axis=1) for name, of in wrong.items()}
     return len({*np.concatenate([question.sequence_of(name)[rows] for name, rows in bad.items()])})
 

@@ -325,8 +325,6 @@ def _asked(
 
 
 def _read(candidate: Candidate, question: Question) -> Readings:
-    """What the passes of ``candidate`` do, each called alone."""
-
     def ask(stage: str) -> Callable[[Question], Answers] | None:
         alone = of_stage(candidate, stage)
         return None if alone is None else partial(answers_of, alone)
@@ -355,8 +353,7 @@ Kind = tuple[list[Case], Diagnosis]  # cases of one kind, and what was found
 
 
 def _agree(found: Sequence[Kind], effort: float) -> bool:
-    """Whether enough kinds of cases show the same bugs; coarse numbers may hide others at first,
-    and NaN what others show in numbers."""
+    """Whether enough kinds of cases show the same bugs; coarse numbers, or NaN, may hide others."""
     dear = effort > DEAR
     told = [[f for f in of.findings if _has_name(f) and (dear or not of_nan(f))] for _, of in found]
     said = [{(f.side, f.bug) for f in of if dear or f.sure or f.bug != COARSE} for of in told]

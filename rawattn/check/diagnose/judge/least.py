@@ -41,7 +41,6 @@ class Asker:
     answers: Callable[[Candidate, Question], Answers]
 
     def results(self, case: Case) -> tuple[Answers, dict[str, Target]]:
-        """What it gives, and what it must."""
         expected = (expect if self.stage in FIRST else expect_second)(case)
         return self.candidate.run(expected), expected.targets
 
@@ -79,7 +78,7 @@ def _moved(asker: Asker, case: Case) -> list[tuple[str, Case]]:
 
 
 def of_stage(candidate: Candidate, stage: str) -> Candidate | None:
-    """The pass of a candidate alone, None where it has none."""
+    """The pass of a candidate alone."""
     name = {"second": "double_backward"}.get(stage, stage)
     function = getattr(candidate, name)
     nothing: dict[str, Any] = dict.fromkeys(("forward", "backward", "preprocess", "jvp"))

@@ -35,13 +35,8 @@ OF_ZEROS = 2  # classes that may explain zeros, for one of them to be named
 SHARE = 2.0**-6  # of the size of a row: what another one is off by
 ROWS = 4  # wrong ones, at least, for a bug to be one of these alone
 ELSEWHERE = "; all else is right"
-INEXACT = (
-    NO_RULE,
-    ELSEWHERE,
-    "and of no others",
-    "or are not written",
-    "the first tile alone",
-)  # no cause
+# words of forms that tell no cause
+INEXACT = (NO_RULE, ELSEWHERE, "and of no others", "or are not written", "the first tile alone")
 BETTER = 0.95  # of the residual, at most, that a bug leaves where it is the reason
 FAR = 0.3  # residual of what no rounding explains
 # Tensors of one loop, which a bug of that loop changes together.
@@ -55,8 +50,6 @@ BEYOND = ("second", "jvp")
 INFERRED = (online.bugs, inputs.numbers, inputs.bugs, unwritten.bugs)
 QUICK = 2  # of these, which cost next to nothing
 RIGHT = (NO_BUG, replace(NO_BUG, steps={"tO": second_order.by_given_out}))  # tO by the given out
-
-
 Search = Callable[[Question, Answers, str], Iterable[Bug]]
 
 
@@ -137,9 +130,8 @@ class Explained(NamedTuple):
 class Stage:
     """What a side says to one stage, what is right, and the fits, computed when asked for. asked:
     question, answers and stage. found: its arrays. rights: predictions without a bug, of other
-    sources. rows: those that can be judged. From ``until`` on, by effort.spent(), only the usual
-    bugs are tried. of: what was read of the function, or shown by others: nothing else is tried
-    where that explains everything and has a name."""
+    sources. rows: those that can be judged. From ``until`` on only the usual bugs are tried. of:
+    what was read, or shown by others: nothing else is tried where that, named, explains all."""
 
     def __init__(
         self, question: Question, answers: Answers, stage: str, until: float, of: Readings = UNREAD
@@ -165,7 +157,6 @@ class Stage:
         self.noisy: dict[tuple[Prediction, str], Answers] = {}  # by precision
 
     def verdict(self) -> "StageVerdict | None":
-        """What is wrong with it; None where there is nothing of it."""
         before = cuts()
         if not self.tensors:
             return None
@@ -197,11 +188,11 @@ class Stage:
         if precision.name == self.finest.name:
             first = self.planted(bug for bug in self.listed if bug.name in self.shown)
             yield from filter(None, (first, self.planted(self.told)))
-        yield self.usual
-        if self.of_terms:
-            yield [*self.usual, *self.of_terms]
-        for count in range(1, 1 + len(self.families)):
-            yield [*self.usual, *self.of_terms, *self._of_families(count)]
+        tried = self.usual
+        yield tried
+        for more in filter(None, (family() for family in self.families)):
+            tried = [*tried, *more]
+            yield tried
         if not over(self.until):
             yield self.of_some_rows
 
@@ -229,8 +220,7 @@ class Stage:
                 found += [bug] if sample.allows(bug) else []
         return found
 
-    @cached_property
-    def of_terms(self) -> list[Prediction]:
+    def _of_terms(self) -> list[Prediction]:
         """Beyond the first order: what is in one of two passes, or the tangents, alone."""
         found = list[Bug]()
         if self.stage in BEYOND and (self.shown or not over(self.until)):
@@ -244,21 +234,16 @@ class Stage:
 
     @property
     def every(self) -> list[Prediction]:
-        """All that are tried."""
-        return [*self.usual, *self.of_terms, *self._of_families(len(self.families))]
-
-    def _of_families(self, count: int) -> list[Prediction]:
-        """Of so many families."""
-        return [guess for of in self.families[:count] for guess in of()]
+        return [*self.usual, *(guess for family in self.families for guess in family())]
 
     @cached_property
     def families(self) -> list[Callable[[], list[Prediction]]]:
-        """What else is tried, the cheapest first: what was read, that no rule says; what answers
-        tell; listed bugs with the out and lse of another forward pass."""
+        """What else is tried, the cheapest first: terms; what was read, that no rule says; what
+        answers tell; listed bugs with the out and lse of another forward pass."""
         read = [bug for bug in self.read if bug not in self.hints]
-        families = [cache(partial(self._inferred, read, INFERRED[:QUICK]))]
-        families += [cache(partial(self._inferred, [], [of])) for of in INFERRED[QUICK:]]
-        return [*families, cache(self._of_others)]
+        inferred = [cache(partial(self._inferred, read, INFERRED[:QUICK]))]
+        inferred += [cache(partial(self._inferred, [], [of])) for of in INFERRED[QUICK:]]
+        return [cache(self._of_terms), *inferred, cache(self._of_others)]
 
     def _inferred(self, bugs: list[Bug], searches: Iterable[Search]) -> list[Prediction]:
         """Predictions of ``bugs``, and of those that searches of the answers give."""
@@ -328,13 +313,11 @@ class Stage:
             told = (np.isfinite(found) & (found != 0)).any(axis=1)
         return bool(told.size and told.mean() > TELLING)
 
-    def leaves(self, guess: Prediction, names: set[str]) -> bool:
-        """Whether a bug that does not explain these tensors does nothing to them, or what is there
-        as far as it is finite; kernels of backward stages may have it each for itself."""
-        own_loops = self.stage not in ("forward", "jvp")
-        return own_loops or all(self._leaves(guess, name) for name in names)
-
-    def _leaves(self, guess: Prediction, name: str) -> bool:
+    def leaves(self, guess: Prediction, name: str) -> bool:
+        """Whether a bug that does not explain a tensor does nothing to it, or what is there as far
+        as it is finite; kernels of backward stages may have it each for itself."""
+        if self.stage not in ("forward", "jvp"):
+            return True
         a, b = self.pair(name, guess)
         rows = np.isfinite(a).all(axis=2) & np.isfinite(b).all(axis=2) & self.rows[name]
         near = bool(rows.any()) and relative_residual(a, b, rows) < FAR
@@ -396,7 +379,7 @@ class StageVerdict:
 
     def forms(self, name: str, tensors: tuple[str, ...]) -> dict[str, Bug]:
         """Of a class all that fit these tensors, the best fit first."""
-        fitting = [one for one in self.explained if (one.name, one.tensors) == (name, tensors)]
+        fitting = (one for one in self.explained if (one.name, one.tensors) == (name, tensors))
         return {one.prediction.bug.variant: one.prediction.bug for one in fitting}
 
     @property
@@ -447,8 +430,7 @@ def _explain(
     """The bugs that fit all tensors of a stage; else those that fit the most of the wrong ones."""
     right = good(null)
     wrong = tuple(name for name in work.tensors if name not in right)
-    keys: list[Callable[[Prediction], float]] = []
-    keys += [partial(work.relative, name) for name in work.tensors]
+    keys: list[Callable[[Prediction], float]] = [partial(work.relative, n) for n in work.tensors]
     keys.append(lambda guess: max(work.relative(name, guess) for name in work.tensors))
     most = precision.most
     near = [one for key in keys for one in sorted(guesses, key=key)[:NEAREST] if key(one) < most]
@@ -460,13 +442,14 @@ def _explain(
         fitting = good(fits)
         better = [n for n in wrong if work.relative(n, guess) < BETTER * null_of[n]]
         explained = tuple(name for name in better if name in fitting)
+        others = {*wrong} - {*explained}
         # tensors are stored each for itself; what is computed for one is for others of its kernel
         # too: dv is right, so that what is wrong with dk is not P
         changed = {*right} - {*fitting} if guess.bug.store is None else set[str]()
         ruled_out = any(changed & kernel and {*wrong} & kernel for kernel in KERNELS)
         if len(fitting) == len(work.tensors) and explained == wrong:
             whole.append(Explained(guess, work.tensors, fits))
-        elif explained and not ruled_out and work.leaves(guess, {*wrong} - {*explained}):
+        elif explained and not ruled_out and all(work.leaves(guess, name) for name in others):
             parts.append(Explained(guess, explained, fits))
     whole, parts = work.telling_ones(whole), work.telling_ones(parts)
     if any(e.tensors == wrong for e in parts):

@@ -71,7 +71,6 @@ def _intervals(x: Floats) -> Floats:
 
 
 def _window(question: Question, wanted: np.ndarray) -> Iterator[Option]:
-    """The window of the farthest keys that are seen."""
     places = places_of(question)
     distance = np.append((places.j - places.p)[wanted & places.own], 0)
     longest = max((*question.lengths_q, *question.lengths_k))

@@ -42,11 +42,6 @@ KEPT = {  # what may be kept in fewer bits, beside S, and the step that makes it
 }
 KEPT_ONLINE = {"P": "exp(S - row maximum so far)", "row_sum": "row_sum", "out": "out"}
 Rounded = Callable[[Floats], Floats]
-OF_PARTS: dict[str, Callable[[Rounded, Parts], Results]] = {  # what is stored of each to be merged
-    "out": lambda r, p: merged(p.with_out(r(p.outs) * p.sums["row_sum"])),
-    "the sum of P V": lambda r, p: merged(p.with_out(r(p.sums["out"]))),
-    "lse": lambda r, p: merged(p.with_lses(r(p.lses))),
-}
 
 
 def of_right(verdict: StageVerdict, side: str, *, zeros: bool) -> list[Finding]:
@@ -167,9 +162,13 @@ def _of_loops(question: Question) -> Iterator[Bug]:
         for chunk, down, kept in itertools.product(CHUNKS[2:], (False, True), KEPT_ONLINE):
             form = f"{KEPT_ONLINE[kept]}, by tiles of {chunk} keys,{' downwards,' * down} in {name}"
             yield Bug("", form, FORWARD, steps=_online(chunk, down, {kept: r}))
-        for (at, cut), (words, of) in itertools.product(splits(question).items(), OF_PARTS.items()):
-            form = f"{words} of each of {at} in {name}"
-            yield Bug("", form, FORWARD, steps=steps_of("forward", cut, partial(of, r)))
+        for at, cut in splits(question).items():
+            steps = steps_of("forward", cut, partial(_stored, r))
+            yield Bug("", f"out of each of {at} in {name}", FORWARD, steps=steps)
+
+
+def _stored(r: Rounded, parts: Parts) -> Results:
+    return merged(parts.with_out(r(parts.outs) * parts.sums["row_sum"]))
 
 
 def _kept_in(r: Rounded, stage: str) -> Iterator[tuple[str, dict[str, Step]]]:
@@ -200,7 +199,6 @@ def _kept_in(r: Rounded, stage: str) -> Iterator[tuple[str, dict[str, Step]]]:
 
 
 def in_16_bits(verdict: StageVerdict, side: str, tensors: Sequence[str]) -> list[Finding]:
-    """Errors that follow those of a running sum in 16 bits."""
     best = (FOLLOWS, "", "")
     sums = [
         Bug("", f"{np.dtype(dtype).name}, {chunk} at a time", steps=_running(dtype, chunk, alone))
