@@ -168,12 +168,26 @@ def _lazily(least: float) -> Way:
     return lambda f, r: (np.where(f > np.exp(-least), 1.0, f), 1.0)
 
 
+def _late(first: float) -> Way:
+    """By the factor of the step before, which is ``first`` at the first one."""
+
+    def way(factors: Floats, _: Floats) -> tuple[Floats, float]:
+        late = np.concatenate([np.ones_like(factors[:1]), factors[:-1]])
+        late[1:2] = first
+        return late, 1.0
+
+    return way
+
+
 RESCALED = (("out",), ("row_sum",), ("out", "row_sum"))
 WAYS: dict[str, Way] = {  # f: factors; r: row sums
     "not rescaled": _power(0),
     "rescaled after the new tile is added": lambda f, r: (f, f),
     "of weights beside the maximum before the tile": lambda f, r: (f, 1 / f),
     "rescaled twice": _power(2),
+    "by the inverse factor": _power(-1),
+    "by the factor of the step before": _late(1.0),
+    "by the factor of the step before, 0 at first": _late(0.0),
     "by exp2 of natural units": _power(LN_2),
     "by exp of units of base 2": _power(1 / LN_2),
     "of the last tile alone": lambda f, r: (0.0, 1.0),
@@ -182,6 +196,13 @@ WAYS: dict[str, Way] = {  # f: factors; r: row sums
 }
 for least, (units, of) in product((1, 2, 4, 8), {"": 1.0, " in base 2": LN_2}.items()):
     WAYS[f"not rescaled where it rises by less than {least}{units}"] = _lazily(least * of)
+
+
+def ways(question: Question) -> dict[str, Way]:
+    """WAYS, and by the maxima of scores without softmax_scale."""
+    unscaled = 1 / (question.scale or 1.0)
+    more = {"by exp": _power(unscaled), "by exp2": _power(LN_2 * unscaled)}
+    return WAYS | {f"{text} of scores without softmax_scale": way for text, way in more.items()}
 
 
 def _next(factors: Floats) -> Floats:

@@ -63,7 +63,8 @@ def _rescaled(stage: str, c: Context, found: dict[str, Floats]) -> Iterator[Bug]
     for at, cut in partial_sums.tiles(c.question).items():
         parts = partial_sums.parts_of(c, cut)
         sums = partial_sums.totals(parts, partial_sums.RIGHTLY)
-        ways = ((x, way, partial_sums.totals(parts, way)) for x, way in partial_sums.WAYS.items())
+        every = partial_sums.ways(c.question).items()
+        ways = ((x, way, partial_sums.totals(parts, way)) for x, way in every)
         for (words, way, others), moved in product(ways, SUMS[stage]):
             of = partial_sums.divided(parts, sums | {name: others[name] for name in moved})
             alike = at, *(np.round(getattr(of, name), 8).tobytes() for name in found)

@@ -2,7 +2,7 @@
 prediction of the whole; the others are never asked for."""
 
 import itertools
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 
 import numpy as np
 
@@ -138,9 +138,8 @@ class Sample:
                 near = {n: left[n] for n in self.wrong if left[n] < min(FAR, CLEARS * self.left[n])}
                 if near:
                     found.append((near, bug))
-            if any(
-                all(of.get(n, 1.0) < noise for n, noise in self.wrong.items()) for of, _ in found
-            ):
+            exact = [bug for of, bug in found if self._exact(of)]
+            if any(map(self._gives_all, exact[:LOOKED_AT])):
                 break
         best: dict[int, Bug] = {}
         for name in self.wrong:
@@ -151,6 +150,13 @@ class Sample:
                 first.sort(key=lambda one: self.of_all(name, self.planted(one[1])[name]))
             best |= {id(bug): bug for _, bug in first[:each]}
         return list(best.values())
+
+    def _exact(self, left: Mapping[str, float]) -> bool:
+        return all(left.get(name, 1.0) < noise for name, noise in self.wrong.items())
+
+    def _gives_all(self, bug: Bug) -> bool:
+        answers = self.planted(bug)
+        return self._exact({name: self.of_all(name, answers[name]) for name in self.wrong})
 
     def of_all(self, name: str, wanted: Floats) -> float:
         """What a prediction leaves of all of an answer, not of the sample alone."""
