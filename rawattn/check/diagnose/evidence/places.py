@@ -134,7 +134,9 @@ class Places:
             found |= {"j - seqlen_q": lambda: j - n, "i - seqlen_k": lambda: i - m}
             longest = max(self.question.lengths_q)
             difference = "(the longest seqlen_k - the longest seqlen_q)"
-            found = {f"j - i - {difference}": lambda: j - i - max(lengths) + longest} | found
+            of_longest = {"j - the longest seqlen_q": lambda: j - longest}
+            of_longest[f"j - i - {difference}"] = lambda: j - i - max(lengths) + longest
+            found = of_longest | found
         found |= {
             "seqlen_k": lambda: m,
             "seqlen_q": lambda: n,

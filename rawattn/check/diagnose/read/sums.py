@@ -7,7 +7,7 @@ import numpy as np
 
 from rawattn.check.diagnose.catalogue import maps, options
 from rawattn.check.diagnose.engine.attention import TILES
-from rawattn.check.diagnose.engine.steps import LOG2_E, STEPS, Context
+from rawattn.check.diagnose.engine.steps import LOG2_E, STEPS, Context, changed
 from rawattn.check.diagnose.evidence.places import Array, Places, Right, log_sum, places_of
 from rawattn.check.diagnose.evidence.rules import Rule, Span
 from rawattn.check.diagnose.read import elsewhere
@@ -19,15 +19,18 @@ from rawattn.check.diagnose.read.said import Said
 from rawattn.check.diagnose.read.terms import of_other_heads
 from rawattn.reference.dense import dead_to_inf
 
+MOST = 3  # of PARTS, in a sum
 ROUNDED = 8e-3  # off by less: sums or weights in 16 bits may be
 TELLING = 0.1  # noise of the logarithm of what is in a row sum, at most, where it tells something
-PARTS: dict[str, Callable[[Array, Array], Array]] = {  # of L or sinks, and the row's maximum
-    "the right lse": lambda L, top: L,
-    "sink": lambda sink, top: sink + np.zeros_like(top),
-    "row_max": lambda L, top: top,
-    "row_sum": lambda L, top: np.exp(L - top),
-    "": lambda L, top: top**0,
+PARTS: dict[str, Callable[[Array, Array, Array], Array]] = {  # of L, sinks, and the row's maximum
+    "the right lse": lambda L, sink, top: L,
+    "row_max": lambda L, sink, top: top,
+    "row_sum": lambda L, sink, top: np.exp(L - top),
+    "": lambda L, sink, top: top**0,
+    "sink": lambda L, sink, top: sink + 0 * top,
+    "the larger of row_max and sink": lambda L, sink, top: np.maximum(sink, top),
 }
+NO_SINKS = [*PARTS][:4]
 SUMMED = {  # of the right lse and row_max, if that is all
     ("lse-base-2", "in base 2"): (LOG2_E, 0),
     ("lse-without-max", "{}"): (1, -1),
@@ -128,7 +131,7 @@ def _say_lse(said: Said, x: _Rows, with_sinks: Array) -> None:
             said.steps["softmax"] = lambda c: (STEPS["softmax"](c)[0], own(c)[1])
         return
     top = x.top[known]
-    parts = {name: of(total, top) / x.noise for name, of in PARTS.items() if name != "sink"}
+    parts = {name: PARTS[name](total, top, top) / x.noise for name in NO_SINKS}
     found = sums_of(parts, lse / x.noise, len(parts)) if np.isfinite(lse).all() else iter(())
     factors = next(found, None)
     if factors is None and np.abs(lse - total).max() < ROUNDED:
@@ -136,8 +139,8 @@ def _say_lse(said: Said, x: _Rows, with_sinks: Array) -> None:
     elif factors is None:
         said.wrong.append("lse is not the logarithm of the row sums")
     else:
-        by = [factors.get(name, 0.0) for name in PARTS]
-        told = (x for x, due in SUMMED.items() if np.allclose(by, (due[0], 0, due[1], 0, 0), 1e-2))
+        by = [factors.get(name, 0.0) for name in NO_SINKS]
+        told = (x for x, due in SUMMED.items() if np.allclose(by, (*due, 0, 0), 1e-2))
         name, text = next(told, ("unknown", "{}"))
         said.say(f"lse is {text.format(sum_in_words(factors))}", name)
         said.steps["L"] = partial(_sum_of, factors, "L")
@@ -147,7 +150,7 @@ def _sum_of(factors: dict[str, float], of: str, c: Context) -> Array:
     """The sum of PARTS in place of the lse or the sink of a context."""
     L, top = c.softmax[0] if of == "L" else c.sink, c.S.max(axis=-1, initial=-np.inf)
     with np.errstate(invalid="ignore"):
-        found = np.asarray(sum(x * PARTS[name](L, top) for name, x in factors.items()))
+        found = np.asarray(sum(x * PARTS[name](L, c.sink, top) for name, x in factors.items()))
     return np.where(np.isneginf(L), L, found)
 
 
@@ -157,9 +160,10 @@ def _say_sink(said: Said, x: _Rows, sinks: Array, due: Array) -> bool:
     known = x.known & (more > 0)
     held = np.log(np.where(known, more, 1.0))
     size = np.where(known, x.noise * np.exp(x.total) / np.where(known, more, 1.0) + 1e-9, 1.0)
-    basis = {name: (PARTS[name](sinks, top) / size)[known] for name in ("sink", "row_max", "")}
+    names = ("sink", "row_max", "the larger of row_max and sink", "")
+    basis = {name: (PARTS[name](top, sinks, top) / size)[known] for name in names}
     wanted, told = (held / size)[known], np.where(known & (size < TELLING), held, np.nan)
-    factors = next(sums_of(basis, wanted, len(basis)), None) if known.any() else None
+    factors = next(sums_of(basis, wanted, MOST), None) if known.any() else None
     if factors is not None:
         text = f"exp({sum_in_words(factors)}), in place of exp(sink)"
         said.steps |= options.with_sink(partial(_sum_of, factors, "sink"))
@@ -235,7 +239,7 @@ def _say_mass(said: Said, x: _Rows, due: Array) -> None:
         said.steps["softmax"] = partial(_over_others, moved[0])
     elif x.sinks is not None and (often := _often(x, mass / np.exp(x.sinks))):
         said.say(f"the row sums have exp(sink) {often} too often", "denominator")
-    elif _say_more(said, x, mass):
+    elif _say_more(said, x, mass) or _say_factor(said, x, due):
         return
     elif np.abs(ratio).max() < ROUNDED:
         said.unread.append("the row sums are off by less than a hundredth, by no rule")
@@ -243,6 +247,25 @@ def _say_mass(said: Said, x: _Rows, due: Array) -> None:
         said.say(f"the row sums have exp(0) of what is no key, {often}", "denominator")
     else:
         said.say("the row sums are wrong, by another number in every row", "denominator")
+
+
+def _say_factor(said: Said, x: _Rows, due: Array) -> bool:
+    """Whether rows are divided by exp of a sum of PARTS; due: the right logarithms."""
+    sinks = x.top if x.sinks is None else x.sinks
+    names = NO_SINKS if x.sinks is None else PARTS
+    basis = {name: (PARTS[name](due, sinks, x.top) / x.noise)[x.known] for name in names}
+    factors = next(sums_of(basis, x.total[x.known] / x.noise, MOST), None)
+    if factors is None:
+        return False
+    said.say(f"rows are divided by exp({sum_in_words(factors)})", "denominator")
+    said.steps["softmax"] = partial(_over_sum, factors)
+    return True
+
+
+def _over_sum(factors: dict[str, float], c: Context) -> tuple[Array, Array]:
+    """Weights over exp of a sum of PARTS."""
+    L = _sum_of(factors, "L", changed(c, softmax=STEPS["softmax"](c)))
+    return L, np.exp(c.S - dead_to_inf(np, L)[..., None])
 
 
 def _over_others(by: maps.Map, c: Context) -> tuple[Array, Array]:

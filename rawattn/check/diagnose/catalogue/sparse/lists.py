@@ -45,9 +45,16 @@ def _ending(stop: Of) -> Change:
     return _only(lambda x: x.counted & (np.cumsum(stop(x) & x.counted, axis=2) == 0))
 
 
-def _again(slots: bool = False, own: bool = False) -> Change:
-    """Blocks count again for every slot that repeats them, and a walked own one that slots name."""
-    return where(times=lambda x: x.walked | np.concatenate([slots & x.exists, own & x.has_own], 2))
+def _again(slots: bool = False, own: bool = False, apart: bool = False) -> Change:
+    """Blocks count again for every slot that repeats them, but, ``apart``, not the slot before, and
+    a walked own one that slots name."""
+
+    def change(x: Lists) -> Lists:
+        repeated = slots & x.exists
+        repeated[..., 1:] &= ~(apart & (x.named[..., 1:] == x.named[..., :-1]))
+        return replace(x, times=x.walked | np.concatenate([repeated, own & x.has_own], axis=2))
+
+    return change
 
 
 def _uncut(free: Callable[[Ints, Ints], Any]) -> Change:
@@ -95,6 +102,7 @@ TABLE: tuple[Row, ...] = (
     (TWICE, "of the selection", _again(slots=True)),
     (TWICE, "the own block", _again(own=True)),
     (TWICE, "all", _again(slots=True, own=True)),
+    (TWICE, "of slots that do not follow each other", _again(slots=True, apart=True)),
     (READ, "as the first block", where(named=lambda x: x.named * x.is_block)),
     (READ, "as the nearest block", where(named=lambda x: np.clip(x.named, 0, x.blocks - 1))),
     (READ, "if negative from the end", where(named=lambda x: x.named + x.blocks * (x.named < 0))),
@@ -106,6 +114,7 @@ TABLE: tuple[Row, ...] = (
     (CUT, "without the last one", _only(lambda x: x.counted & (x.slots < x.slots[-1:]))),
     (CUT, "without the last counted", _only(lambda x: x.slots + 1 < x.limit.clip(0, x.slots.size))),
     (COUNTS, "", _only(lambda x: x.named >= 0)),
+    (COUNTS, "at least one slot", _only(lambda x: x.slots < np.maximum(x.limit, 1))),
     (COUNTS, "one slot too many", _only(lambda x: x.slots < x.limit + 1)),
     (COUNTS, "of named blocks", _only(lambda x: np.cumsum(x.is_block, axis=2) <= x.limit)),
     (CUT, "at the first -1", _ending(lambda x: x.named < 0)),
