@@ -276,6 +276,9 @@ WEIGHTS: dict[str, Weights] = {text: partial(_shares, taken) for text, taken in 
     "their own sums, beside their own maxima, over the row sum of all": lambda p: (
         p.row_sums * _exp(_finite(p.tops.max(axis=0)) - _whole(TAKEN[RIGHT], p))
     ),
+    "exp2 of natural units, less the right lse of all": lambda p: _exp(
+        LN_2 * (p.lses - _finite(_whole(TAKEN[RIGHT], p)))
+    ),
     "none: parts are added": lambda p: np.ones_like(p.tops),
     "the mean of all parts": lambda p: np.full_like(p.tops, 1 / len(p.tops)),
     "the first part alone": lambda p: np.eye(len(p.tops))[0, :, None, None],

@@ -24,6 +24,9 @@ def said(question: Question, stage: str, given: Passed, found: Floats, allowed: 
         sums = {of: factor * (x * often).sum(axis=1) for of, often in rows.items()}
         of_group = sums[ALL].reshape(-1, question.group).sum(axis=1)
         sums[f"{ALL}, of all heads of its group,"] = of_group.repeat(question.group)
+        sums[f"{ALL}, of all heads of a group, at head h // group,"] = np.append(
+            of_group, np.zeros(len(found) - len(of_group))
+        )
         for of, y in sums.items():
             if np.abs(y - found).max() <= allowed:
                 text = f"the sum of {term} over {of}{sign}"

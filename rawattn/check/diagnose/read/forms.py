@@ -8,7 +8,7 @@ from itertools import product
 import numpy as np
 
 from rawattn.check.diagnose.catalogue import maps
-from rawattn.check.diagnose.engine.attention import TILES, Context, deltas
+from rawattn.check.diagnose.engine.attention import STEPS, TILES, Context, deltas
 from rawattn.check.diagnose.engine.question import Question
 from rawattn.check.diagnose.engine.steps import changed, times
 from rawattn.check.diagnose.read.elsewhere import moved, rows_of
@@ -28,6 +28,12 @@ TERMS: dict[str, Callable[[Array, Array, Array], Array]] = {  # of P, dP and D
     "D": lambda P, dP, D: D + 0 * P,
     "P^2 dP": lambda P, dP, D: P * P * dP,
     "P": lambda P, dP, D: P,
+}
+Which = Callable[[Array, Array, Array], Array]  # of the tile of a key, of others, the first partial
+OVER: dict[str, Which] = {
+    "the last tile of {} keys": lambda own, of, n: of == of.max(initial=0) + 0 * own,
+    "the tile of {} keys at hand": lambda own, of, n: own == of,
+    "whole tiles of {} keys": lambda own, of, n: of < n + 0 * own,
 }
 POWERS = {"({} without the softcap's slope)": 0, "({} with the softcap's slope twice)": 2}
 SLOPES: dict[str, Callable[[Array], Array]] = {  # of t = tanh, the capped score over the cap
@@ -81,7 +87,8 @@ def _sums(part: Part) -> Iterator[Change]:
     basis = {name: x[there] / size for name, x in found.items()}
     for factors in sums_of(basis, slopes.dS[there] / size, MOST):
         text, name = _in_words(factors)
-        if all("slope" in term for term in factors):
+        bent = ["slope" in term for term in factors]
+        if all(bent) or (any(bent) and any(x != np.rint(x) for x in factors.values())):
             continue  # _slopes tells it
         yield Change([text], name, partial(_of_terms, factors), whole=True)
 
@@ -141,9 +148,8 @@ def _row_terms(part: Part) -> Iterator[Change]:
 def _others(question: Question) -> Iterator[tuple[str, str, Of]]:
     for by in maps.families(question, True):
         yield f"of {by.words}", "statistics-misplaced", partial(_moved, by)
-    for last, tile in product((False, True), TILES):
-        text = f"the last tile of {tile} keys" if last else f"the tile of {tile} keys at hand"
-        yield f"over {text} alone", ANOTHER, partial(_over, last, tile)
+    for (words, of), tile in product(OVER.items(), TILES):
+        yield f"over {words.format(tile)} alone", ANOTHER, partial(_over, of, tile)
     for tile, own in product(TILES, TILES):
         text = f"of row j // {tile} * {tile} + i % {own}, from where the tile of keys begins"
         yield text, "statistics-misplaced", partial(_at_keys, tile, own)
@@ -153,13 +159,12 @@ def _moved(by: maps.Map, c: Context) -> Array:
     return moved(by, c, deltas(c.question, c.given))[..., None]
 
 
-def _over(last: bool, tile: int, c: Context) -> Array:
-    """The sum of P dP over the tile of each key, or the last one, of the same sequence."""
+def _over(which: Which, tile: int, c: Context) -> Array:
+    """The sum of P dP over some of the keys of a sequence, for every key."""
     keys = np.maximum(c.view.keys, 0)
-    b, number = c.question.sequence_of("k")[keys], c.question.place_of("k")[keys] // tile
-    same = b[:, None] == b
-    summed = np.where(same, number, -1).max(axis=1) if last else number
-    return np.asarray(c.P * c.dP @ (same & (summed[:, None] == number)).mT)
+    b, j = c.question.sequence_of("k")[keys], c.question.place_of("k")[keys]
+    same, count = b[:, None] == b, np.array([*c.question.lengths_k, 0])[b]
+    return np.asarray(c.P * c.dP @ (same & which(j[:, None] // tile, j // tile, count // tile)).mT)
 
 
 def _at_keys(tile: int, own: int, c: Context) -> Array:
@@ -187,7 +192,8 @@ def _slopes(part: Part) -> Iterator[Change]:
     due = (part.f * slopes.slope)[there]
     unit = part.noise * np.maximum(np.abs(due), 1e-2)
     basis = {name: of(slopes.S[there] / cap) / unit for name, of in SLOPES.items()}
-    for factors in sums_of(basis, due / unit, MOST):
+    found = sums_of(basis, due / unit, MOST)
+    for factors in sorted(found, key=lambda of: any(x != np.rint(x) for x in of.values())):
         text = f"has the slope {sum_in_words(factors)} of the softcap, not 1 - t^2, with t its tanh"
         yield Change([text], "softcap-slope-omitted", partial(_with_slope, factors), whole=True)
 
@@ -198,7 +204,26 @@ def _with_slope(factors: Mapping[str, float], c: Context) -> Array:
 
 
 def _another_term(part: Part) -> Change | None:
-    """Whether what stands in the place of D is a number of every row, in every call."""
+    """Whether what stands in the place of D is a number of every row, in every call; which sum."""
     if any(rows_of(part.row_term[at], part.of_row_term) is None for _, at in part.slopes.asked):
         return None
-    return Change(["has another row term than D = dout . out"], ANOTHER)
+    c, at = part.main
+    term = np.fmax.reduce(part.row_term[at], axis=-1)
+    known = np.isfinite(term)
+    basis = {name: (x / part.of_row_term)[known] for name, x in _row_numbers(c).items()}
+    factors = next(sums_of(basis, (term / part.of_row_term)[known], 2), None)
+    if factors is None:
+        return Change(["has another row term than D = dout . out"], ANOTHER)
+    text = f"has the row term {sum_in_words(factors)}, not D"
+    return Change([text], ANOTHER, partial(_with_delta, partial(_of_row, factors)), whole=True)
+
+
+def _row_numbers(c: Context) -> dict[str, Array]:
+    """What may stand in the place of D, or beside it."""
+    found = {"D": c.D, "dlse": c.dL + 0 * c.D, "exp(sink - lse) D": STEPS["P0"](c) * c.D}
+    return {name: x for name, x in found.items() if np.any(x)}
+
+
+def _of_row(factors: Mapping[str, float], c: Context) -> Array:
+    numbers = _row_numbers(c)
+    return np.asarray(sum(x * numbers.get(n, 0.0) for n, x in factors.items()))[..., None]

@@ -99,6 +99,7 @@ Change = Callable[[Question, View], View]
 SLOTS: dict[str, Slots] = {
     "that of the last slot for the own block": lambda slot, own, n: slot % n,
     "that of the first slot for the own block": lambda slot, own, n: np.maximum(slot, 0),
+    "1 for the first slot": lambda slot, own, n: np.where(slot == 0, -1, slot),
     "1 for the own block where a slot names it": lambda slot, own, n: np.where(own, -1, slot),
 }
 
