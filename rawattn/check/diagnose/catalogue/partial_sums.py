@@ -16,7 +16,6 @@ from rawattn.check.diagnose.engine.steps import Context, Floats, Step, times
 
 LN_2 = np.log(2)
 COUNTS = (2, 3, 4, 6, 8)  # parts of a sequence
-STRIDES = (2, 4, 8, 32)  # lanes, or warps, that take every so many keys
 # the keys of a view in parts, in the order of the loop: which, or which pairs (heads, n, m)
 Cut = Callable[[Context], list[np.ndarray]]
 Keys = Callable[[int], list[np.ndarray]]  # the same of so many keys
@@ -64,11 +63,6 @@ class Parts(NamedTuple):
     def with_out(self, sums: Floats) -> "Parts":
         return self._replace(sums=self.sums | {"out": sums})
 
-    def with_lses(self, lses: Floats) -> "Parts":
-        """With others where there are keys."""
-        moved = np.where(self.row_sums > 0, lses - self.lses, 0.0)
-        return self._replace(tops=self.tops + moved)
-
 
 class Results(NamedTuple):
     """What an attention kernel makes of its parts; the last two are tangents."""
@@ -87,10 +81,6 @@ def _equal(count: int, of_tiles: int, m: int) -> list[np.ndarray]:
     """So many parts, each of whole tiles, the last ones shorter or empty."""
     found = _tiles(-(-max(m, 1) // (count * of_tiles)) * of_tiles, m)
     return found + [np.arange(0)] * (count - len(found))
-
-
-def _strided(count: int, m: int) -> list[np.ndarray]:
-    return [np.arange(first, m, count) for first in range(count)]
 
 
 def _cut(keys: Keys, step: int, c: Context) -> list[np.ndarray]:
@@ -112,9 +102,7 @@ def tiles(question: Question) -> dict[str, Cut]:
 def splits(question: Question) -> dict[str, Cut]:
     if question.sparse:
         return walks.splits(question)
-    cuts = parts_of_keys(question)
-    cuts |= {f"parts of each {n}th key": partial(_strided, n) for n in STRIDES}
-    return {text: partial(_cut, keys, 1) for text, keys in cuts.items()}
+    return {text: partial(_cut, keys, 1) for text, keys in parts_of_keys(question).items()}
 
 
 def parts_of_keys(question: Question) -> dict[str, Keys]:
@@ -229,10 +217,10 @@ def _whole(taken: Taken, parts: Parts) -> Floats:
     return np.asarray(np.log(_exp(lses - top).sum(axis=0)) + top) / unit
 
 
-def _mixed(power: float, factor: float, parts: Parts) -> Floats:
+def _mixed(power: float, parts: Parts) -> Floats:
     """An lse whose weights and whose logarithm are not of the same base."""
     top = _finite(parts.lses.max(axis=0))
-    return np.asarray(top + factor * np.log((_exp(parts.lses - top) ** power).sum(axis=0)))
+    return np.asarray(top + np.log((_exp(parts.lses - top) ** power).sum(axis=0)))
 
 
 def _shares(taken: Taken, parts: Parts) -> Floats:
@@ -265,10 +253,8 @@ LSES: dict[str, Callable[[Parts], Floats]] = {
     "the largest of the parts": lambda p: p.lses.max(axis=0),
     "of the first part alone": lambda p: p.lses[0],
     "of the last part alone": lambda p: p.lses[-1],
-    "exp where lse is in base 2, and log2 of the sum": partial(_mixed, 1 / LN_2, 1.0),
-    "exp2 where lse is in natural units, and ln of the sum": partial(_mixed, LN_2, 1.0),
-    "log2 of the sum added to the largest in natural units": partial(_mixed, 1.0, 1 / LN_2),
-    "ln of the sum added to the largest in base 2": partial(_mixed, 1.0, LN_2),
+    "exp where lse is in base 2, and log2 of the sum": partial(_mixed, 1 / LN_2),
+    "exp2 where lse is in natural units, and ln of the sum": partial(_mixed, LN_2),
 }
 
 

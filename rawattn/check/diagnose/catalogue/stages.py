@@ -27,14 +27,12 @@ Which = Callable[[Ints], Ints]  # of the tiles of all steps, those that are take
 
 class Ring(NamedTuple):
     """Tile x is loaded into stage x % stages, ``early`` steps before it is due, and read ``ahead``
-    of it, but by a last step behind the loop that is ``drained`` rightly; the ``lacking`` step of a
-    loop of several loads nothing."""
+    of it; the ``lacking`` step of a loop of several loads nothing."""
 
     stages: int = 2
     ahead: int = 0
     lacking: int | None = None
     early: int = 0
-    drained: bool = False
 
 
 ALL = 1 << 30  # one tile for all of the other side; a row that is not there
@@ -50,7 +48,7 @@ def _without_last(lost: Callable[[int], bool], tiles: Ints) -> Ints:
 
 def _ring(ring: Ring, cleared: bool, loops: list[Ints], tile: int, n: int) -> list[Ints]:
     """Tiles as a ring has them, as far as they have rows. cleared: in front of every loop."""
-    (stages, ahead, lacking, early, drained), found = ring, list[Ints]()
+    (stages, ahead, lacking, early), found = ring, list[Ints]()
     held = np.full((stages, tile), ALL)
     for tiles in loops:
         held[:] = ALL if cleared else held
@@ -62,9 +60,8 @@ def _ring(ring: Ring, cleared: bool, loops: list[Ints], tile: int, n: int) -> li
                 if lacking is None or loaded != lacking % len(tiles) or len(tiles) == 1:
                     held[x % stages] = ALL if early else held[x % stages]
                     held[x % stages, : len(rows)] = rows
-            away = 0 if drained and step == len(tiles) - 1 else ahead
             if step >= 0:
-                taken[step] = held[(tiles[step] + away) % stages]
+                taken[step] = held[(tiles[step] + ahead) % stages]
         found.append(taken)
     return found
 
@@ -86,8 +83,6 @@ RINGS = {
     "of a ring of 2 stages into which the first tile of a loop is not loaded": Ring(lacking=0),
     "of a ring of 2 stages into which the last tile of a loop is not loaded": Ring(lacking=-1),
     "of a ring of 2 stages read 1 ahead": Ring(ahead=1),
-    "of a ring of 3 stages read 1 ahead": Ring(3, ahead=1),
-    "of a ring of 2 stages read 1 ahead but in the last step": Ring(ahead=1, drained=True),
     "of the other of 2 stages, of the next step or, last, the one before": Ring(ahead=1, early=1),
 }
 EVERY: dict[str, Loops] = {text: partial(_each, of) for text, of in LOOPS.items()}
