@@ -52,7 +52,6 @@ STRAIGHT: dict[str, Step] = {"cap": lambda c: (c.cap[0], 1.0, c.cap[2])}
 SLOPES: dict[str, tuple[str, dict[str, Step]]] = {  # steps of a double backward, and what they take
     "1 in its place in E": ("E", STRAIGHT),
     "1 in its place at dS'": ("tdY", STRAIGHT),
-    "1 in its place in dS ddk of gq and dS^T ddq of gk": ("gQ gK", {"dY": lambda c: c.dS}),
     "the bend times E, the slope twice": ("tdY", {"tY": lambda c: c.E}),
 }
 Curve = Callable[[Floats, float], Floats]  # of tanh and the softcap
