@@ -183,6 +183,10 @@ def _from(origin: Origin, g: Geometry) -> At:
     return g.everywhere._replace(t=origin(g)[g.row.b] + g.row.i)
 
 
+def _clamped(g: Geometry) -> At:
+    return g.everywhere._replace(t=np.minimum(g.others[g.row.b] + g.row.i, g.shape[0] - 1))
+
+
 def _heads(head: Callable[[Ints, int, int], Ints], g: Geometry) -> At:
     return g.everywhere._replace(h=head(g.everywhere.h, g.shape[1], g.group))
 
@@ -208,6 +212,8 @@ def sequences(question: Question) -> Iterator[Map]:
     for words, origin in found.items():
         if any((origin(g) != g.offsets[:-1]).any() for g in sides):
             yield Map("sequences", words, partial(_from, origin))
+    if any((g.others != g.offsets).any() for g in sides):
+        yield Map("sequences", "the offset of the other side, the last row past the end", _clamped)
 
 
 def _of_others(other: Origin, g: Geometry) -> Ints:

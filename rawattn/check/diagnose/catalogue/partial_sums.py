@@ -16,6 +16,7 @@ from rawattn.check.diagnose.engine.steps import Context, Floats, Step, times
 
 LN_2 = np.log(2)
 COUNTS = (2, 3, 4, 6, 8)  # parts of a sequence
+STRIDES = (2, 4, 8, 32)  # lanes, or warps, that take every so many keys
 # the keys of a view in parts, in the order of the loop: which, or which pairs (heads, n, m)
 Cut = Callable[[Context], list[np.ndarray]]
 Keys = Callable[[int], list[np.ndarray]]  # the same of so many keys
@@ -83,6 +84,10 @@ def _equal(count: int, of_tiles: int, m: int) -> list[np.ndarray]:
     return found + [np.arange(0)] * (count - len(found))
 
 
+def _strided(count: int, m: int) -> list[np.ndarray]:
+    return [np.arange(first, m, count) for first in range(count)]
+
+
 def _cut(keys: Keys, step: int, c: Context) -> list[np.ndarray]:
     return keys(c.S.shape[2])[::step]
 
@@ -102,7 +107,9 @@ def tiles(question: Question) -> dict[str, Cut]:
 def splits(question: Question) -> dict[str, Cut]:
     if question.sparse:
         return walks.splits(question)
-    return {text: partial(_cut, keys, 1) for text, keys in parts_of_keys(question).items()}
+    cuts = parts_of_keys(question)
+    cuts |= {f"parts of each {n}th key": partial(_strided, n) for n in STRIDES}
+    return {text: partial(_cut, keys, 1) for text, keys in cuts.items()}
 
 
 def parts_of_keys(question: Question) -> dict[str, Keys]:
