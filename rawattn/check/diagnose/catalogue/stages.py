@@ -5,25 +5,38 @@ from collections.abc import Callable, Collection, Iterator
 from dataclasses import replace
 from functools import partial
 from itertools import chain, product
+from typing import NamedTuple
 
 import numpy as np
 
 from rawattn.check.diagnose.catalogue import inputs, maps
-from rawattn.check.diagnose.catalogue.masks import Window, bounds, distances
+from rawattn.check.diagnose.catalogue.masks import Window, bounds
 from rawattn.check.diagnose.catalogue.reading import taken
 from rawattn.check.diagnose.catalogue.second_order import of_one_pass
-from rawattn.check.diagnose.engine.attention import BACKWARD, FIRST, TILES, Bug, View, each
+from rawattn.check.diagnose.engine.attention import FIRST, TILES, Bug, View, each
 from rawattn.check.diagnose.engine.question import Question
 from rawattn.check.diagnose.engine.steps import STEPS, Context, Floats, changed
 from rawattn.reference.dense import allowed
 
 Ints = np.ndarray
 TAILS = {"count as its own": False, "are stored as its own, the last sequence first": True}
-# of the tiles of all steps, of one loop after the other, of a size, among so many rows: the rows
-# that every step takes, (steps, rows of a tile)
+# of the tiles of each loop by step, their size, and how many rows there are: rows (steps, size)
 Loops = Callable[[list[Ints], int, int], list[Ints]]
 Which = Callable[[Ints], Ints]  # of the tiles of all steps, those that are taken
-Ring = tuple[int, int, int | None]
+
+
+class Ring(NamedTuple):
+    """Tile x is loaded into stage x % stages, ``early`` steps before it is due, and read ``ahead``
+    of it, but by a last step behind the loop that is ``drained`` rightly; the ``lacking`` step of a
+    loop of several loads nothing."""
+
+    stages: int = 2
+    ahead: int = 0
+    lacking: int | None = None
+    early: int = 0
+    drained: bool = False
+
+
 ALL = 1 << 30  # one tile for all of the other side; a row that is not there
 
 
@@ -31,19 +44,27 @@ def _each(of: Which, loops: list[Ints], tile: int, _: int) -> list[Ints]:
     return [of(tiles)[:, None] * tile + np.arange(tile) for tiles in loops]
 
 
+def _without_last(lost: Callable[[int], bool], tiles: Ints) -> Ints:
+    return np.append(tiles[:-1], ALL if lost(len(tiles)) else tiles[-1:])
+
+
 def _ring(ring: Ring, cleared: bool, loops: list[Ints], tile: int, n: int) -> list[Ints]:
-    """Tile x is loaded into stage x % stages, as far as it has rows, and read ``ahead`` of it; the
-    ``lacking`` step of a loop of several loads nothing. cleared: in front of every loop."""
-    (stages, ahead, lacking), found = ring, list[Ints]()
+    """Tiles as a ring has them, as far as they have rows. cleared: in front of every loop."""
+    (stages, ahead, lacking, early, drained), found = ring, list[Ints]()
     held = np.full((stages, tile), ALL)
     for tiles in loops:
         held[:] = ALL if cleared else held
         taken = np.empty((len(tiles), tile), dtype=int)
-        for step, x in enumerate(tiles):
-            rows = np.arange(x * tile, min((x + 1) * tile, n))
-            if lacking is None or step != lacking % len(tiles) or len(tiles) == 1:
-                held[x % stages, : len(rows)] = rows
-            taken[step] = held[(x + ahead) % stages]
+        for step in range(-early, len(tiles)):
+            loaded = step + early
+            for x in tiles[loaded : loaded + 1]:
+                rows = np.arange(x * tile, min((x + 1) * tile, n))
+                if lacking is None or loaded != lacking % len(tiles) or len(tiles) == 1:
+                    held[x % stages] = ALL if early else held[x % stages]
+                    held[x % stages, : len(rows)] = rows
+            away = 0 if drained and step == len(tiles) - 1 else ahead
+            if step >= 0:
+                taken[step] = held[(tiles[step] + away) % stages]
         found.append(taken)
     return found
 
@@ -51,18 +72,23 @@ def _ring(ring: Ring, cleared: bool, loops: list[Ints], tile: int, n: int) -> li
 LOOPS: dict[str, Which] = {
     "of the step before": lambda tiles: np.append(tiles[:1], tiles[:-1]),
     "of the next step": lambda tiles: np.append(tiles[1:], tiles[-1:]),
-    "of step x + 2": lambda tiles: np.append(tiles[2:], tiles[-2:]),
     **{f"of step x % {n}": partial(lambda n, x: x[np.arange(len(x)) % n], n) for n in (1, 2, 3, 4)},
-    "of step x // 2 * 2": lambda tiles: tiles[np.arange(len(tiles)) // 2 * 2],
     "counted from the first row, not from the first visible tile on,": lambda tiles: (
         tiles - tiles.min(initial=tiles.max(initial=0))
     ),
 }
-RINGS: dict[str, Ring] = {  # stages, how far ahead they are read, which step is not loaded
-    "of a ring of 2 stages into which the first tile of a loop is not loaded": (2, 0, 0),
-    "of a ring of 2 stages into which the last tile of a loop is not loaded": (2, 0, -1),
-    "of a ring of 2 stages read 1 ahead": (2, 1, None),
-    "of a ring of 3 stages read 1 ahead": (3, 1, None),
+LOST: dict[str, Callable[[int], bool]] = {  # the last step of so many
+    "of no tile in the last of several steps": lambda n: n > 1,
+    "of no tile in the last step of an odd number (3, 5, ...)": lambda n: n > 1 and n % 2 == 1,
+}
+LOOPS |= {text: partial(_without_last, lost) for text, lost in LOST.items()}
+RINGS = {
+    "of a ring of 2 stages into which the first tile of a loop is not loaded": Ring(lacking=0),
+    "of a ring of 2 stages into which the last tile of a loop is not loaded": Ring(lacking=-1),
+    "of a ring of 2 stages read 1 ahead": Ring(ahead=1),
+    "of a ring of 3 stages read 1 ahead": Ring(3, ahead=1),
+    "of a ring of 2 stages read 1 ahead but in the last step": Ring(ahead=1, drained=True),
+    "of the other of 2 stages, of the next step or, last, the one before": Ring(ahead=1, early=1),
 }
 EVERY: dict[str, Loops] = {text: partial(_each, of) for text, of in LOOPS.items()}
 EVERY |= {f"{text}, cleared by each loop,": partial(_ring, of, True) for text, of in RINGS.items()}
@@ -87,7 +113,7 @@ def candidates(question: Question, stage: str, wrong: Collection[str], b: int) -
     """All of a dense stage that change something ``wrong``, to be tried on sequence ``b`` first."""
     if question.sparse:
         return
-    of_rows = chain(_of_sequences(question), _of_tails(question), _of_old_rows(question))
+    of_rows = chain(_of_sequences(question), _of_tails(question))
     yield from (bug for bug in of_rows if stage in bug.stages)
     loops = _of_loops(question, stage, {*wrong}, b)
     if stage != "second" or not inputs.OF_FIRST_PASS & {*wrong}:
@@ -119,33 +145,8 @@ def _of_tails(question: Question) -> Iterator[Bug]:
     for tile, (words, stored) in product(TILES, TAILS.items()) if question.batch > 1 else ():
         text = f"behind a sequence, up to the end of its last tile of {tile}, {words}"
         # a store that moves nothing: then all sequences are asked, of which others store rows
-        bug = Bug("neighbour-leak", "", FIRST, each(_owned, tile, stored), store=lambda _, x: x)
-        yield replace(bug, variant=f"rows of q {text}")
-        if stored:
-            yield replace(bug, variant=f"zeros for q {text}", steps={"Y": _of_zeros})
-
-
-def _of_old_rows(question: Question) -> Iterator[Bug]:
-    """Rows behind the last one, up to the end of its tile, which hold what a stage had before."""
-    for tile, behind, of in product(TILES, (1, 2, 3), "qk"):
-        form = f"rows of {of} behind the last one of its tile of {tile} count, as in"
-        see, stages = each(_with_old_rows, tile, behind, of), BACKWARD if of == "q" else FIRST
-        yield Bug("stale-tile", f"{form} the tile {behind} before it", stages, see)
-
-
-def _with_old_rows(tile: int, behind: int, of: str, question: Question, view: View) -> View:
-    distance = distances(question, view)
-    axis, by = (0, -behind * tile) if of == "q" else (1, behind * tile)
-    at, count = np.ogrid[: distance.shape[0], : distance.shape[1]][axis], distance.shape[axis]
-    old = (at + behind * tile >= count) & (at // tile == (count - 1) // tile - behind)
-    seen = Window(*bounds(question)).holds(distance + by, distance + by)
-    return replace(view, weight=view.weight + (old & seen))
-
-
-def _of_zeros(c: Context) -> Floats:
-    """Scores where there are zeros behind the sequence's own rows."""
-    own = c.view.rows < c.question.cu_seqlens_q[c.view.sequence + 1]
-    return np.asarray(STEPS["Y"](c) * own[:, None])
+        see = each(_owned, tile, stored)
+        yield Bug("neighbour-leak", f"rows of q {text}", FIRST, see, store=lambda _, x: x)
 
 
 def _owned(tile: int, stored: bool, question: Question, view: View) -> View:
