@@ -92,9 +92,8 @@ def _of_scores(question: Question) -> Iterator[Bug]:
         yield Bug(bug, f"{text}, backward", BACKWARD, steps={"bP": with_values("bP", **read)})
     without = {"bP": lambda c: c.r(np.exp(c.S))}
     yield Bug("statistics-misplaced", "an lse of 0, as if not written", BACKWARD, steps=without)
-    for text, x in (("exp2(S - lse)", 1 / LOG2_E), ("exp(log2(e) (S - lse))", LOG2_E)):
-        power = {"bP": with_values("bP", **{name: multiple(name, x) for name in "SL"})}
-        yield Bug("score-scale", f"P is {text}", BACKWARD, steps=power)
+    power = {"bP": with_values("bP", **{name: multiple(name, 1 / LOG2_E) for name in "SL"})}
+    yield Bug("score-scale", "P is exp2(S - lse)", BACKWARD, steps=power)
     undivided = {"O": lambda c: np.exp(c.S - row_max(c)[..., None]) @ c.V}
     yield Bug("not-normalised", "", FORWARD, steps=undivided)
     yield Bug("no-max-subtraction", "in float32", FORWARD, steps={"softmax": _plain_exp})

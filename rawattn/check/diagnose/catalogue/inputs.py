@@ -148,23 +148,19 @@ def _operands(question: Question, stage: str, wrong: Names, right: Names, b: int
                 for text, values in ways.items():
                     steps = {step: with_values(step, **values)}
                     yield Bug("arguments-swapped", text, (stage,), steps=steps)
-        squares = itertools.product(TILES, ("", ", no partial ones")) if step in SQUARES else ()
-        for size, which in squares:
-            square = {SQUARES[step]: partial(_transposed, SQUARES[step], size, bool(which))}
-            text = f"{word(SQUARES[step], stage)} in {product}: squares of {size} transposed{which}"
+        for size in TILES if step in SQUARES else ():
+            square = {SQUARES[step]: partial(_transposed, SQUARES[step], size)}
+            text = f"{word(SQUARES[step], stage)} in {product}: whole squares of {size} transposed"
             yield Bug("stale-tile", text, (stage,), steps={step: with_values(step, **square)})
 
 
-def _transposed(operand: str, size: int, whole: bool, c: Context) -> Floats:
-    """Pairs (heads, n, m) with every square of a tile transposed, or every ``whole`` one; 0 from
-    beyond the end."""
-    x = getattr(c, operand)
+def _transposed(operand: str, size: int, c: Context) -> Floats:
+    """Pairs (heads, n, m) with every square of a tile transposed that is not cut off by the end."""
+    x: Floats = getattr(c, operand)
     i, j = np.ogrid[: x.shape[1], : x.shape[2]]
+    whole = (i // size < x.shape[1] // size) & (j // size < x.shape[2] // size)
     rows, keys = i - i % size + j % size, j - j % size + i % size
-    inside = (rows < x.shape[1]) & (keys < x.shape[2])
-    found = np.where(inside, x[:, np.where(inside, rows, 0), np.where(inside, keys, 0)], 0.0)
-    partly = (i - i % size + size > x.shape[1]) | (j - j % size + size > x.shape[2])
-    return np.where(partly & whole, x, found)
+    return x[:, np.where(whole, rows, i), np.where(whole, keys, j)]
 
 
 def word(operand: str, stage: str) -> str:

@@ -144,7 +144,6 @@ ORIGINS: dict[str, Origin] = {  # rows where they are taken to begin
     "without the offset of the sequence": lambda g: 0 * g.b,
     "the offset of the other side": lambda g: g.others[:-1],
     "its offset and a row": lambda g: g.offsets[:-1] + 1,
-    "its offset and seqlen_k - seqlen_q": lambda g: g.offsets[:-1] + np.diff(g.others - g.offsets),
     "b times the longest length": lambda g: g.b * np.diff(g.offsets).max(),
 }
 OF_TILES: dict[str, Callable[[int, Geometry], Ints]] = {  # the same, of tiles
@@ -247,7 +246,7 @@ def heads_of_keys(question: Question) -> Iterator[Map]:
         yield Map("heads of keys", "head h % num_heads_kv", by_remainder)
     if q.group > 1:
         words = "head h, not h // group, in memory: of later tokens from num_heads_kv on"
-        yield Map("heads of keys", words, partial(_strided, (0, 0), h, True, True))
+        yield Map("heads of keys", words, partial(_strided, (0, 0), h, True))
 
 
 def strides(question: Question) -> Iterator[Map]:
@@ -258,20 +257,20 @@ def strides(question: Question) -> Iterator[Map]:
         for words, steps in (("tokens", (1, 0)), ("heads", (0, 1)), ("tokens and heads", (1, 1))):
             key = steps[0] * heads * width, steps[1] * width
             found.setdefault(key, f"{words} as far apart as those of {name}")
-    for by, whole, again in itertools.product(found, (False, True), (True, False)):
+    for by, whole in itertools.product(found, (False, True)):
         words = found[by] + ", within each sequence" * (not whole)
         if len({*shapes.values()}) > 1:
-            yield Map("strides", words, partial(_strided, by, None, whole, again))
+            yield Map("strides", words, partial(_strided, by, None, whole))
 
 
-def _strided(by: tuple[int, int], head: Ints | None, whole: bool, again: bool, g: Geometry) -> At:
+def _strided(by: tuple[int, int], head: Ints | None, whole: bool, g: Geometry) -> At:
     """Rows at other strides of tokens and heads, from the start of the array or, unless ``whole``,
-    of the sequence on; ``again``: behind its end memory starts again, else there is nothing."""
+    of the sequence on; behind its end memory starts again."""
     own = g.shape[1] * g.shape[2]
     start = 0 * g.row.start if whole else g.row.start
     place = start * own + (g.everywhere.t - start) * (by[0] or own) + g.everywhere.j
     place = place + (g.everywhere.h if head is None else head) * (by[1] or g.shape[2])
-    place = place % (g.shape[0] * own) if again else place
+    place = place % (g.shape[0] * own)
     return At(place // own, place // g.shape[2] % g.shape[1], place % g.shape[2])
 
 
@@ -313,44 +312,37 @@ def layouts(statistics: bool) -> Iterator[Map]:
         own, end = other._replace(letters=memory), ", every sequence" * other.each
         for read, written in ((other, own), (own, other)):
             orders = (", ".join(LETTERS[x] for x in of.letters) for of in (written, read))
-            yield Map(
-                "layouts", "({}) read as ({})".format(*orders) + end, partial(_at, read, written)
-            )
+            text = "({}) read as ({})".format(*orders) + end
+            yield Map("layouts", text, partial(_at, read, written))
 
 
-Packed = Callable[[Ints, Ints, Ints | int, int], tuple[Ints, Ints]]
+Packed = Callable[[Ints, Ints, Ints, int], tuple[Ints, Ints]]
 PACKED: dict[str, Packed] = {  # row and head that are taken for row i of n and head h of a group
     "(heads, tokens) read as (tokens, heads)": lambda i, h, n, g: divmod(i * g + h, n)[::-1],
     "(tokens, heads) read as (heads, tokens)": lambda i, h, n, g: divmod(h * n + i, g),
-    "row i group + h % group of its head": lambda i, h, n, g: (i * g + h, h),
-    "row (i group + h % group) % n of its head": lambda i, h, n, g: ((i * g + h) % n, h),
-    "its row of head (i group + h % group) // n": lambda i, h, n, g: (i, (i * g + h) // n),
 }
 
 
-def packed(question: Question, statistics: bool) -> Iterator[Map]:
+def packed(question: Question) -> Iterator[Map]:
     """Rows of the heads of a group, which lie in one tile, in another order."""
-    parts = {"sequence": (NOWHERE, False)}
-    for t in (t for t in TILES if t < max(question.lengths_q, default=0)):
-        parts[f"tile of {t} rows"] = t, False
-        parts |= {f"tile of {t} rows, the last one padded,": (t, True)} if statistics else {}
-    forms = itertools.product([*PACKED][: None if statistics else 2], parts.items())
-    for words, (where, part) in forms if question.group > 1 else ():
+    longest = max(question.lengths_q, default=0)
+    parts = {"sequence": NOWHERE} | {f"tile of {t} rows": t for t in TILES if t < longest}
+    forms = itertools.product(PACKED.items(), parts.items())
+    for (words, of), (where, tile) in forms if question.group > 1 else ():
         text = f"{words}, every {where} and group of heads"
-        yield Map("layouts", text, partial(_packed, PACKED[words], *part))
+        yield Map("layouts", text, partial(_packed, of, tile))
 
 
-def _packed(of: Packed, tile: int, padded: bool, g: Geometry) -> At:
+def _packed(of: Packed, tile: int, g: Geometry) -> At:
     first, h = g.row.i // tile * tile, g.everywhere.h % g.group
     count = np.clip(g.row.n - first, 1, tile)
-    i, head = of(g.row.i - first, h, tile if padded else count, g.group)
-    rows = np.where(padded & (i >= count), -NOWHERE, g.row.start + first + i)
-    return g.everywhere._replace(t=rows, h=g.everywhere.h - h + head)
+    i, head = of(g.row.i - first, h, count, g.group)
+    return g.everywhere._replace(t=g.row.start + first + i, h=g.everywhere.h - h + head)
 
 
 def families(question: Question, statistics: bool) -> list[Map]:
     """All maps of row statistics, or of what has columns, whose rows are of one product alone."""
-    found = [*layouts(statistics), *packed(question, statistics), *heads(question)]
+    found = [*layouts(statistics), *packed(question), *heads(question)]
     of_sequences = [*sequences(question)]
     inside = [*rows(question), *(by.stored for by in of_sequences)] if statistics else []
     return [*found, *inside, *of_sequences]

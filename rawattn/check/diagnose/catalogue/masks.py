@@ -71,8 +71,6 @@ def windows(question: Question) -> Iterator[tuple[str, str, Window]]:
         yield "window-dropped", words, dropped
     if right > 0:
         yield "wrong-keys", "no key behind the query is seen, as if causal", Window(left, 0)
-    if left != right and not question.causal:
-        yield "wrong-keys", "the sides of the window are exchanged", Window(right, left)
 
 
 def unmasked(question: Question) -> Iterator[tuple[str, Window]]:

@@ -22,9 +22,8 @@ def bugs(question: Question) -> Iterator[Bug]:
         yield Bug("softcap-dropped", steps={"cap": lambda c: (c.Y, 1.0, 0.0)})
         straight = {"cap": lambda c: (STEPS["cap"](c)[0], 1.0, 0.0)}
         yield Bug(SLOPE, "1 in its place", BACKWARD + SECOND + JVP, steps=straight)
-        for words, (sites, values) in SLOPES.items():
-            steps = {site: with_values(site, **values) for site in sites.split()}
-            yield Bug(SLOPE, words, SECOND, steps=steps)
+        twice = {"tdY": with_values("tdY", tY=lambda c: c.E)}
+        yield Bug(SLOPE, "the bend times E, the slope twice", SECOND, steps=twice)
         for words, of in CURVES.items():
             steps = {"cap": partial(_sloped, of)}
             yield Bug(SLOPE, f"{words} in its place", SECOND + JVP, steps=steps)
@@ -48,13 +47,6 @@ def bugs(question: Question) -> Iterator[Bug]:
             yield Bug("seqused-ignored", text, see=each(_at_all_keys))
 
 
-STRAIGHT: dict[str, Step] = {"cap": lambda c: (c.cap[0], 1.0, c.cap[2])}
-SLOPES: dict[str, tuple[str, dict[str, Step]]] = {  # steps of a double backward, and what they take
-    "1 in its place in E": ("E", STRAIGHT),
-    "1 in its place at dS'": ("tdY", STRAIGHT),
-    "1 in its place in dS ddk of gq and dS^T ddq of gk": ("gQ gK", {"dY": lambda c: c.dS}),
-    "the bend times E, the slope twice": ("tdY", {"tY": lambda c: c.E}),
-}
 Curve = Callable[[Floats, float], Floats]  # of tanh and the softcap
 CURVES: dict[str, Curve] = {  # in place of 1 - tanh^2
     "1 - tanh": lambda t, cap: 1 - t,

@@ -64,11 +64,6 @@ class Parts(NamedTuple):
     def with_out(self, sums: Floats) -> "Parts":
         return self._replace(sums=self.sums | {"out": sums})
 
-    def with_lses(self, lses: Floats) -> "Parts":
-        """With others where there are keys."""
-        moved = np.where(self.row_sums > 0, lses - self.lses, 0.0)
-        return self._replace(tops=self.tops + moved)
-
 
 class Results(NamedTuple):
     """What an attention kernel makes of its parts; the last two are tangents."""
@@ -250,10 +245,10 @@ def _whole(taken: Taken, parts: Parts) -> Floats:
     return np.asarray(np.log(_exp(lses - top).sum(axis=0)) + top) / unit
 
 
-def _mixed(power: float, factor: float, parts: Parts) -> Floats:
+def _mixed(power: float, parts: Parts) -> Floats:
     """An lse whose weights and whose logarithm are not of the same base."""
     top = _finite(parts.lses.max(axis=0))
-    return np.asarray(top + factor * np.log((_exp(parts.lses - top) ** power).sum(axis=0)))
+    return np.asarray(top + np.log((_exp(parts.lses - top) ** power).sum(axis=0)))
 
 
 def _shares(taken: Taken, parts: Parts) -> Floats:
@@ -289,10 +284,8 @@ LSES: dict[str, Callable[[Parts], Floats]] = {
     "the largest of the parts": lambda p: p.lses.max(axis=0),
     "of the first part alone": lambda p: p.lses[0],
     "of the last part alone": lambda p: p.lses[-1],
-    "exp where lse is in base 2, and log2 of the sum": partial(_mixed, 1 / LN_2, 1.0),
-    "exp2 where lse is in natural units, and ln of the sum": partial(_mixed, LN_2, 1.0),
-    "log2 of the sum added to the largest in natural units": partial(_mixed, 1.0, 1 / LN_2),
-    "ln of the sum added to the largest in base 2": partial(_mixed, 1.0, LN_2),
+    "exp where lse is in base 2, and log2 of the sum": partial(_mixed, 1 / LN_2),
+    "exp2 where lse is in natural units, and ln of the sum": partial(_mixed, LN_2),
 }
 
 

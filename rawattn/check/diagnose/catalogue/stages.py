@@ -72,6 +72,7 @@ def _ring(ring: Ring, cleared: bool, loops: list[Ints], tile: int, n: int) -> li
 LOOPS: dict[str, Which] = {
     "of the step before": lambda tiles: np.append(tiles[:1], tiles[:-1]),
     "of the next step": lambda tiles: np.append(tiles[1:], tiles[-1:]),
+    "of step x + 2": lambda tiles: np.append(tiles[2:], tiles[-2:]),
     **{f"of step x % {n}": partial(lambda n, x: x[np.arange(len(x)) % n], n) for n in (1, 2, 3, 4)},
     "counted from the first row, not from the first visible tile on,": lambda tiles: (
         tiles - tiles.min(initial=tiles.max(initial=0))

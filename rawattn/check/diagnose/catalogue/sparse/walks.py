@@ -23,18 +23,14 @@ ORDERS: dict[str, Order] = {
 }
 Steps = Callable[[Context], list[Ints]]  # which pairs every step, or every part, has
 LOTS = (1, 2, 4, 8, 16, 32, 64, 128)  # queries of one step of a loop
-AT_MOST, LOTS_ALONE = "at most {}, the first", "in whole lots of {} alone"
+OVERWRITES = "the last {} alone"
 # which of so many places count, in lots of t
 Share = Callable[[Ints, Ints, int], Ints]
 SHARES: dict[str, Share] = {
-    "the last {} alone": lambda p, n, t: p // t == (n - 1) // t,
-    AT_MOST: lambda p, n, t: p < t,
-    LOTS_ALONE: lambda p, n, t: p < n // t * t,
+    OVERWRITES: lambda p, n, t: p // t == (n - 1) // t,
+    "at most {}, the first": lambda p, n, t: p < t,
+    "in whole lots of {} alone": lambda p, n, t: p < n // t * t,
 }
-LEFT: dict[str, Share] = {  # by lists of so many, whole lots, and so many splits
-    **{words: SHARES[words] for words in (AT_MOST, LOTS_ALONE)},
-}
-OVERWRITES = "the last {} alone"
 READS = {"K in Q K^T, V in P V": ("Y", "O"), "K in Q K^T": ("Y",), "V in P V": ("O",)}
 Places = Callable[[Question, View], tuple[Ints, Ints]]
 
@@ -146,8 +142,8 @@ def bugs(question: Question, wrong: Collection[str]) -> Iterator[Bug]:
 
 def cut(question: Question) -> Iterator[Bug]:
     """Parts of walks that everything is made of."""
-    lots = range(1, question.slots + 1)
-    for (of, order), (words, share), lot in product(ORDERS.items(), LEFT.items(), lots):
+    lots, shares = range(1, question.slots + 1), [*SHARES.items()][1:]  # not the last alone
+    for (of, order), (words, share), lot in product(ORDERS.items(), shares, lots):
         text = f"of the blocks that a query walks, {of}, {words.format(lot)}"
         yield Bug("sparse-list-cut", text, see=each(_kept, order, share, lot))
 
