@@ -2,7 +2,7 @@
 
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
-from itertools import product
+from itertools import product, zip_longest
 
 import numpy as np
 
@@ -107,10 +107,9 @@ def _drawn(sight: Sight, queries: int) -> list[str]:
         bar = [" |"] * (own < len(cells))  # before what follows the sequence's own keys
         line = f"{label:{wide + 6}}" + "".join(cells[:own] + bar + cells[own:])
         lines.append(line.rstrip(" |"))
-    notes = list(_legend(sight, right, found))
-    width = max(map(len, lines)) + 3
-    notes += [""] * (len(lines) - len(notes))
-    return [f"{line:{width}}{note}".rstrip() for line, note in zip(lines, notes, strict=False)]
+    notes, width = [*_legend(sight, right, found)][: len(lines)], max(map(len, lines)) + 3
+    beside = zip_longest(lines, notes, fillvalue="")
+    return [f"{line:{width}}{note}".rstrip() for line, note in beside]
 
 
 def _mark(right: float, found: float) -> str:
