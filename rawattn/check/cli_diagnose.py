@@ -147,10 +147,7 @@ def explain_command(files: tuple[Path, ...], log: Path | None, class_: str | Non
     "without CASE and --lengths), or the problem alone, of second order too.",
 )
 @click.option(
-    "--intermediates",
-    "sequence",
-    type=click.IntRange(min=0),
-    help="of this sequence, by its index: S, P, dP, dS, of second order E, tP, tdS.",
+    "--intermediates", "sequence", type=int, help="S, P, dP, dS (E, tP, tdS) of it, by its index."
 )
 @click.option("--seed", default=0, show_default=True)
 def dump_command(

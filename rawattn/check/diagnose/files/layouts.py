@@ -61,9 +61,12 @@ def frame_of(inputs: Arrays, layout: str) -> Frame:
     dims = {inputs[name].ndim for name in "qkv"}
     if dims != {3} and (dims != {4} or layout not in LAYOUTS[1:]):
         shapes = ", ".join(str(inputs[name].shape) for name in "qkv")
-        must = "they must have three axes (thd: tokens, heads, head_dim), or with a batch four"
-        raise ValueError(f"q, k and v have shapes {shapes}; {must}, and layout='bthd' or 'bhtd'")
-    q, k, v = (_with_batch(inputs[name], layout) for name in "qkv")
+        how = "four with a batch; then say how, in an entry layout='bthd' or layout='bhtd'"
+        must = f"they must have three axes (tokens, heads, head_dim), or {how}"
+        raise ValueError(f"q, k and v have shapes {shapes}; {must}")
+    q, k, v = (inputs[name][None] if dims == {3} else inputs[name] for name in "qkv")
+    if dims == {4} and layout == "bhtd":
+        q, k, v = (x.swapaxes(1, 2) for x in (q, k, v))
     heads, widths = {"q": q.shape[2], "k": k.shape[2]}, {"k": k.shape[3], "v": v.shape[3]}
     alike = len(q) == len(k) and k.shape[:3] == v.shape[:3] and q.shape[3] == k.shape[3]
     if not alike or not heads["k"] or heads["q"] % heads["k"]:
@@ -106,13 +109,6 @@ def offsets_of(inputs: Arrays, side: str) -> np.ndarray | None:
             raise ValueError(f"{name} is {given.tolist()}; it must grow from 0 to the total")
         return np.asarray(found)
     return None
-
-
-def _with_batch(array: np.ndarray, layout: str) -> np.ndarray:
-    """(batch, tokens, heads, width) of an array that may have no batch."""
-    if array.ndim == 3:
-        return array[None]
-    return array.swapaxes(1, 2) if layout == "bhtd" else array
 
 
 def place(name: str, array: np.ndarray, frame: Frame) -> np.ndarray:

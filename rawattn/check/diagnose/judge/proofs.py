@@ -1,5 +1,4 @@
-"""Bugs that are named without a prediction of the numbers, by an identity or by where they are:
-copies, NaN, other results for an equal question, and the like. Long, one proof after the other."""
+"""Bugs that are named without a prediction of the numbers: by an identity, or by where they are."""
 
 from collections.abc import Callable, Collection, Sequence
 from contextlib import suppress

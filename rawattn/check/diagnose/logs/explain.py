@@ -1,5 +1,4 @@
-"""What printed tensors prove. Little can be recomputed from a few digits of a few corners, but much
-excluded: by the rows of a side alone, and by how two sides differ. Long by its rules."""
+"""What a few printed digits prove: by the rows of a side alone, and by how two sides differ."""
 
 import math
 import re

@@ -1,5 +1,4 @@
-"""Printed tensors: reading a log in torch's or NumPy's form, and what the name of one tells. What
-cannot be read is refused where it is surely a tensor, and skipped where it may be prose."""
+"""Printed tensors: reading a log in torch's or NumPy's form, and what the name of one tells."""
 
 import contextlib
 import re
