@@ -49,9 +49,7 @@ def integers(value: str) -> tuple[int, ...]:
 
 
 framework_option = click.option(
-    "--framework",
-    type=click.Choice(FRAMEWORKS),
-    help="arrays the function gets; torch if it has a GPU here, else numpy.",
+    "--framework", type=click.Choice(FRAMEWORKS), help="its arrays: torch with a GPU, else numpy."
 )
 Told = tuple[Diagnosis, terminal.About]
 
@@ -213,10 +211,7 @@ def dump_command(
 @click.argument("compare", metavar="FILE.py:COMPARE")
 @framework_option
 @click.option(
-    "--dtype",
-    multiple=True,
-    type=click.Choice(DTYPES),
-    help=f"of x, more than once for several; {', '.join(pairs.DTYPES)} by default.",
+    "--dtype", multiple=True, type=click.Choice(DTYPES), help="one or more; all but float64 else."
 )
 @showing
 def harness_command(compare: str, framework: str | None, dtype: tuple[str, ...]) -> Told:
@@ -246,8 +241,9 @@ def _of_files(*files: Path) -> Diagnosis:
     questions = [question for question in pair.questions if question is not None]
     if not questions:
         notes = "".join(f"; {note}" for saved in pair.sides for note in saved.notes)
-        need = "save them with the results, which are computed again from them"
-        raise click.UsageError(f"{paths}: there is no q, k and v: {need}{notes}")
+        raise click.UsageError(
+            f"{paths}: there is no q, k and v: save them with the results{notes}"
+        )
     if not any(saved.answers for saved in pair.sides):
         raise click.UsageError(f"{paths}: there are inputs, but no results (out, lse, dq, ...)")
     identify = max(saved.identify for saved in pair.sides)

@@ -166,7 +166,8 @@ def _factor(pair: Pair, causal: bool | None) -> Finding | None:
     shrunk = not causal and ratio >= 1 and pair.kind in ("", "O", "dV")
     given = (pair.either, "unknown", pair.title, "medium", said, ("padded-keys",) * shrunk)
     title = f"the two sides differ by a constant factor of {ratio:.4g}"
-    look_at = "softmax_scale, a mean for a sum, a head count; padding, if other lengths give others"
+    look_at = "softmax_scale, a mean for a sum, a head count; print a sequence of another length: "
+    look_at += "padding gives another ratio for each"
     return finding(*given, title=title, look_at=look_at)
 
 
