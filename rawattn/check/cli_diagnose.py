@@ -241,9 +241,8 @@ def _of_files(*files: Path) -> Diagnosis:
     questions = [question for question in pair.questions if question is not None]
     if not questions:
         notes = "".join(f"; {note}" for saved in pair.sides for note in saved.notes)
-        raise click.UsageError(
-            f"{paths}: there is no q, k and v: save them with the results{notes}"
-        )
+        need = "save them with the results, which are computed again from them"
+        raise click.UsageError(f"{paths}: there is no q, k and v: {need}{notes}")
     if not any(saved.answers for saved in pair.sides):
         raise click.UsageError(f"{paths}: there are inputs, but no results (out, lse, dq, ...)")
     identify = max(saved.identify for saved in pair.sides)
