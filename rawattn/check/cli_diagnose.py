@@ -49,9 +49,7 @@ def integers(value: str) -> tuple[int, ...]:
 
 
 framework_option = click.option(
-    "--framework",
-    type=click.Choice(FRAMEWORKS),
-    help="arrays the function gets; torch if it has a GPU here, else numpy.",
+    "--framework", type=click.Choice(FRAMEWORKS), help="its arrays: torch with a GPU, else numpy."
 )
 Told = tuple[Diagnosis, terminal.About]
 
@@ -147,10 +145,7 @@ def explain_command(files: tuple[Path, ...], log: Path | None, class_: str | Non
     "without CASE and --lengths), or the problem alone, of second order too.",
 )
 @click.option(
-    "--intermediates",
-    "sequence",
-    type=click.IntRange(min=0),
-    help="of this sequence, by its index: S, P, dP, dS, of second order E, tP, tdS.",
+    "--intermediates", "sequence", type=int, help="S, P, dP, dS (E, tP, tdS) of it, by its index."
 )
 @click.option("--seed", default=0, show_default=True)
 def dump_command(
@@ -216,10 +211,7 @@ def dump_command(
 @click.argument("compare", metavar="FILE.py:COMPARE")
 @framework_option
 @click.option(
-    "--dtype",
-    multiple=True,
-    type=click.Choice(DTYPES),
-    help=f"of x, more than once for several; {', '.join(pairs.DTYPES)} by default.",
+    "--dtype", multiple=True, type=click.Choice(DTYPES), help="one or more; all but float64 else."
 )
 @showing
 def harness_command(compare: str, framework: str | None, dtype: tuple[str, ...]) -> Told:

@@ -1,8 +1,8 @@
 """Who sees whom in a small part, with a bug and without: a query a line, a key a column."""
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
-from itertools import product
+from itertools import product, zip_longest
 
 import numpy as np
 
@@ -10,6 +10,7 @@ from rawattn.check.diagnose.engine.attention import Bug, View, views_of
 from rawattn.check.diagnose.engine.question import Question
 from rawattn.check.diagnose.findings import Sight
 
+Views = Sequence[View]
 QUERIES, KEYS = 6, 8  # that a picture has room for
 CELLS = 250_000  # of a sequence, beyond which it is not looked at
 SHORTEST = 5  # queries and keys of a sequence that shows a mask
@@ -45,11 +46,9 @@ def sight_of(question: Question, bug: Bug) -> Sight | None:
     return next(filter(None, shown), None)
 
 
-def _of_sequence(
-    question: Question, b: int, head: int, right: Sequence[View], found: Sequence[View]
-) -> Sight | None:
-    rows, length = question.lengths_q[b], question.lengths_k[b]
-    seen = [list(_seen(question, views, b, head)) for views in (right, found)]
+def _of_sequence(q: Question, b: int, head: int, right: Views, found: Views) -> Sight | None:
+    rows, length = q.lengths_q[b], q.lengths_k[b]
+    seen = [list(_seen(q, views, b, head)) for views in (right, found)]
     keys = np.unique([*range(length), *(key for parts in seen for x in parts for key in x[1])])
     counts = np.zeros((2, rows, len(keys)))
     for count, parts in zip(counts, seen, strict=True):
@@ -66,13 +65,11 @@ def _of_sequence(
     return Sight(b, head, tuple(range(rows)[part[0]]), shown, length, zeros, a[part], z[part])
 
 
-def _seen(
-    question: Question, views: Iterable[View], b: int, head: int
-) -> Iterator[tuple[np.ndarray, np.ndarray, np.ndarray]]:
+def _seen(q: Question, views: Views, b: int, head: int) -> Iterator[tuple[np.ndarray, ...]]:
     """Queries and keys (also rows of zeros) by their places, and how often they see these."""
-    first_q, first_k = (int(question.offsets(of)[b]) for of in "qk")
+    first_q, first_k = (int(q.offsets(of)[b]) for of in "qk")
     for view in views:
-        here = (view.rows >= first_q) & (view.rows < first_q + question.lengths_q[b])
+        here = (view.rows >= first_q) & (view.rows < first_q + q.lengths_q[b])
         if head not in view.heads or not here.any():
             continue
         weight = view.weight[list(view.heads).index(head) if len(view.weight) > 1 else 0][here]
@@ -107,10 +104,9 @@ def _drawn(sight: Sight, queries: int) -> list[str]:
         bar = [" |"] * (own < len(cells))  # before what follows the sequence's own keys
         line = f"{label:{wide + 6}}" + "".join(cells[:own] + bar + cells[own:])
         lines.append(line.rstrip(" |"))
-    notes = list(_legend(sight, right, found))
-    width = max(map(len, lines)) + 3
-    notes += [""] * (len(lines) - len(notes))
-    return [f"{line:{width}}{note}".rstrip() for line, note in zip(lines, notes, strict=False)]
+    notes, width = [*_legend(sight, right, found)][: len(lines)], max(map(len, lines)) + 3
+    beside = zip_longest(lines, notes, fillvalue="")
+    return [f"{line:{width}}{note}".rstrip() for line, note in beside]
 
 
 def _mark(right: float, found: float) -> str:

@@ -29,9 +29,8 @@ def intermediates(question: Question, answers: Answers, sequence: int) -> Answer
         raise ValueError(f"sequence {sequence} of {question.batch} sequences, counted from 0 on")
     lengths = question.lengths_q[sequence], question.lengths_k[sequence]
     found: Answers = {}
-    for stage, names in MATRICES.items():
-        if stage not in question.stages:
-            continue
+    for stage in (stage for stage in MATRICES if stage in question.stages):
+        names = MATRICES[stage]
         found |= {name: np.zeros((question.num_heads_q, *lengths)) for name in names}
         given = None if stage == "forward" else question.given_to_backward(answers)
         first_q, first_k = (question.offsets(of)[sequence] for of in "qk")
@@ -44,8 +43,7 @@ def intermediates(question: Question, answers: Answers, sequence: int) -> Answer
 
 
 class Parting(NamedTuple):
-    """The first ``step`` that is wrong, "" for none, and which are right and where it is, in words;
-    ``agree``: the steps before it; pairs: how many of it are wrong."""
+    """The first ``step`` that is wrong, "" for none; those that ``agree``; how many pairs are."""
 
     step: str
     text: str

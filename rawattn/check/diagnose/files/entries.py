@@ -14,7 +14,6 @@ from rawattn.check.diagnose.engine.question import TENSORS, Question
 from rawattn.check.diagnose.files.layouts import LENGTHS, Arrays
 
 BFLOAT16 = np.dtype(ml_dtypes.bfloat16)
-OPTIONS = ("causal", "window", "softmax_scale", "block_size", "own", "sliding", "softcap")
 OPTIONAL = ("softmax_scale", "sliding", "softcap")  # may be None
 INTEGERS = (*LENGTHS, "block_indices", "block_counts", "seqused_k", "layout")
 GIVEN = {"out": "given out", "lse": "given lse"}  # fields of Question that share a result's name
@@ -116,13 +115,15 @@ _READ: dict[str, tuple[Callable[[np.ndarray], Any], str]] = {
     "softcap": (lambda value: float(value.item()) or None, "one number, 0 for none"),
     "block_size": (lambda value: int(value.item()), "one integer"),
 }
+OPTIONS = (*_READ,)
 
 
 def options_of(arrays: dict[str, Any]) -> dict[str, Any]:
     """The options of a Question, as far as they are said; None where one is said to be none."""
     found: dict[str, Any] = {name: None for name in OPTIONAL if name in arrays}
-    for name in (name for name in OPTIONS if arrays.get(name) is not None):
-        read, want = _READ[name]
+    for name, (read, want) in _READ.items():
+        if arrays.get(name) is None:
+            continue
         try:
             found[name] = read(np.asarray(arrays[name]))
         except (ValueError, TypeError) as error:

@@ -61,19 +61,18 @@ def frame_of(inputs: Arrays, layout: str) -> Frame:
     dims = {inputs[name].ndim for name in "qkv"}
     if dims != {3} and (dims != {4} or layout not in LAYOUTS[1:]):
         shapes = ", ".join(str(inputs[name].shape) for name in "qkv")
-        raise ValueError(
-            f"q, k and v have shapes {shapes}; they must have three axes (tokens, heads, "
-            "head_dim), or four with a batch; then say how, in an entry layout='bthd' (batch, "
-            "tokens, heads, head_dim) or layout='bhtd'"
-        )
-    q, k, v = (_with_batch(inputs[name], layout) for name in "qkv")
+        how = "four with a batch; then say how, in an entry layout='bthd' or layout='bhtd'"
+        must = f"they must have three axes (tokens, heads, head_dim), or {how}"
+        raise ValueError(f"q, k and v have shapes {shapes}; {must}")
+    q, k, v = (inputs[name][None] if dims == {3} else inputs[name] for name in "qkv")
+    if dims == {4} and layout == "bhtd":
+        q, k, v = (x.swapaxes(1, 2) for x in (q, k, v))
     heads, widths = {"q": q.shape[2], "k": k.shape[2]}, {"k": k.shape[3], "v": v.shape[3]}
     alike = len(q) == len(k) and k.shape[:3] == v.shape[:3] and q.shape[3] == k.shape[3]
     if not alike or not heads["k"] or heads["q"] % heads["k"]:
-        raise ValueError(
-            f"q, k and v as (batch, tokens, heads, head_dim) are {q.shape}, {k.shape} and {v.shape}"
-            "; k has the head_dim of q, v the tokens and heads of k, and these divide those of q"
-        )
+        must = "k has the head_dim of q, v the tokens and heads of k, and these divide those of q"
+        shapes = f"{q.shape}, {k.shape} and {v.shape}"
+        raise ValueError(f"q, k and v as (batch, tokens, heads, head_dim) are {shapes}; {must}")
     ends = np.any(k[:, -1:] != 0, axis=(1, 2, 3))  # of each sequence
     if dims == {4} and not ends.all() and not {*LENGTHS} & inputs.keys():
         raise ValueError("k ends in zeros: say lengths=, of all its tokens if none are padding")
@@ -91,10 +90,8 @@ def frame_of(inputs: Arrays, layout: str) -> Frame:
         offsets[side] = given.astype(np.int32)
         total[side] = batch * rows if packed else int(given[-1])
     if len(offsets["q"]) != len(offsets["k"]):
-        raise ValueError(
-            f"cu_seqlens_q has {len(offsets['q'])} entries and cu_seqlens_k {len(offsets['k'])}; "
-            "both must have one more than there are sequences"
-        )
+        n, m = (len(x) for x in offsets.values())
+        raise ValueError(f"cu_seqlens_q has {n} entries and cu_seqlens_k {m}; they must be as many")
     return Frame(layout, heads, widths, offsets, total, inputs["q"].dtype)
 
 
@@ -112,13 +109,6 @@ def offsets_of(inputs: Arrays, side: str) -> np.ndarray | None:
             raise ValueError(f"{name} is {given.tolist()}; it must grow from 0 to the total")
         return np.asarray(found)
     return None
-
-
-def _with_batch(array: np.ndarray, layout: str) -> np.ndarray:
-    """(batch, tokens, heads, width) of an array that may have no batch."""
-    if array.ndim == 3:
-        return array[None]
-    return array.swapaxes(1, 2) if layout == "bhtd" else array
 
 
 def place(name: str, array: np.ndarray, frame: Frame) -> np.ndarray:
@@ -142,7 +132,5 @@ def place(name: str, array: np.ndarray, frame: Frame) -> np.ndarray:
         found = found if like else found[..., 0]
         return np.ascontiguousarray(found.T if heads_first else found)
     expected = (frame.total[side], heads[-1], *([width] if like else []))
-    raise ValueError(
-        f"{name} has shape {array.shape}; it must be {expected[::-1] if heads_first else expected},"
-        " or with a batch, where layout='bthd' or 'bhtd' is said"
-    )
+    must = f"{expected[::-1] if heads_first else expected}, or with a batch, and a layout"
+    raise ValueError(f"{name} has shape {array.shape}; it must be {must}")

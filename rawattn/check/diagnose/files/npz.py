@@ -139,10 +139,8 @@ def _completed(mine: Saved, other: Saved) -> Saved:
     if mine.question is not None and differ:
         return mine
     if differ:
-        raise ValueError(
-            f"{mine.path} and {other.path} are not about the same problem: {differ[0]}. Save "
-            "results with all the inputs that they are of"
-        )
+        said = f"{mine.path} and {other.path} are not about the same problem: {differ[0]}"
+        raise ValueError(f"{said}. Save results with all the inputs that they are of")
     if mine.question is None:
         return replace(mine, inputs=lent | given)
     taken = {n: x for n, x in lent.items() if n not in given and n not in OF_ITS_OWN}

@@ -166,10 +166,9 @@ def _ask(compare: Compare, pair: Pair, framework: str) -> str:
         result = True if result is None else result
         value = to_numpy(result) if hasattr(result, "shape") else np.asarray(result)
         if value.size != 1 or value.dtype.kind not in "biu" or value.item() not in (0, 1):
-            raise TypeError(
-                f"it returned {value.dtype} of shape {value.shape}, which is no verdict: return "
-                "one truth value, such as (error <= allowed).all()"
-            )
+            need = "return one truth value, such as (error <= allowed).all()"
+            said = f"it returned {value.dtype} of shape {value.shape}, which is no verdict"
+            raise TypeError(f"{said}: {need}")
         return "passes" if value else "is refused"
     except AssertionError:
         return "is refused"

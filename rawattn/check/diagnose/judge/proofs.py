@@ -1,5 +1,4 @@
-"""Bugs that are named without a prediction of the numbers, by an identity or by where they are:
-copies, NaN, other results for an equal question, and the like. Long, one proof after the other."""
+"""Bugs that are named without a prediction of the numbers: by an identity, or by where they are."""
 
 from collections.abc import Callable, Collection, Sequence
 from contextlib import suppress
@@ -74,7 +73,9 @@ def of_empty(question: Question, answers: Answers, side: str) -> tuple[list[Find
             zeros.append(f"{name} is 0 everywhere, and in {x.dtype.name} the right values are too")
         if not rows.any() or relative_residual(found, wanted, rows) < FAR:
             continue
-        others = {n: answers[n] for n, y in rights.items() if not _alike(y, right)}  # not itself
+        alike = (n for n, y in rights.items() if y.shape == right.shape)
+        itself = {n for n in alike if np.allclose(rights[n], right, equal_nan=True)}
+        others = {n: answers[n] for n in rights if n not in itself}
         of = [n for n, y in (inputs | others).items() if y is not None and np.array_equal(y, x)]
         if np.isnan(found[rows]).all():
             told.setdefault("every element is NaN", []).append(name)
@@ -88,10 +89,6 @@ def of_empty(question: Question, answers: Answers, side: str) -> tuple[list[Find
         findings.append(finding(*given, title=title, look_at=look_at))
     gone = {name for names in told.values() for name in names}
     return findings, {name: x for name, x in answers.items() if name not in gone}
-
-
-def _alike(x: np.ndarray, y: np.ndarray) -> bool:
-    return x.shape == y.shape and np.allclose(x, y, equal_nan=True)
 
 
 def of_past(q: Question | Case, answers: Answers, side: str, sure: str = "medium") -> list[Finding]:

@@ -15,8 +15,8 @@ from rawattn.check.expected import Expected, expect
 # fields of a Question that Tensors have too
 ARRAYS = ("q", "k", "v", "dout", "dlse", "tq", "tk", "tv")
 Results = dict[str, np.ndarray]
-# what must not matter: the class and how sure it is, as keys that are seen do the same where all of
-# them are NaN; the title, the evidence, and where to look
+# what must not matter: the class and how sure it is (keys that are seen do the same where all of
+# them are NaN), the title, the evidence, and where to look
 STRIDES = (
     *("input-layout", "high"),
     "the strides of {inputs} are ignored, as if they were contiguous",
@@ -45,7 +45,10 @@ def of_traps(candidate: Candidate, case: Case, side: str) -> list[Finding]:
         for plain, trap in (strided, STRIDES), (filled, NANS):
             if plain and not _failing(candidate, expected, **plain):
                 one = [n for n in plain if _failing(candidate, expected, **plain | {n: there[n]})]
-                return _trapped(one, wrong, trap, side)
+                words = {"inputs": ", ".join(one), "results": ", ".join(wrong)}
+                bug, sure, title, said, look_at = (text.format(**words) for text in trap)
+                of = (side, bug, words["results"], sure, (said,))
+                return [finding(*of, title=title, look_at=look_at)] if one else []
     except Exception:  # of which others tell
         return []
     return _of_past(expected, wrong, side)
@@ -61,14 +64,6 @@ def _failing(candidate: Candidate, expected: Expected, **changes: Any) -> Result
     found = candidate.run(replace(expected, tensors=replace(expected.tensors, **changes)))
     there = ((name, of) for name, of in expected.targets.items() if name in found)
     return {name: found[name] for name, of in there if of.judge(found[name]).verdict == "FAIL"}
-
-
-def _trapped(inputs: list[str], wrong: Results, trap: tuple[str, ...], side: str) -> list[Finding]:
-    """What is told of inputs that do harm by what must not matter."""
-    words = {"inputs": ", ".join(inputs), "results": ", ".join(wrong)}
-    bug, sure, title, said, look_at = (text.format(**words) for text in trap)
-    of = (side, bug, words["results"], sure, (said,))
-    return [finding(*of, title=title, look_at=look_at)] if inputs else []
 
 
 def _of_past(expected: Expected, wrong: Results, side: str) -> list[Finding]:

@@ -1,5 +1,4 @@
-"""What printed tensors prove. Little can be recomputed from a few digits of a few corners, but much
-excluded: by the rows of a side alone, and by how two sides differ. Long by its rules."""
+"""What a few printed digits prove: by the rows of a side alone, and by how two sides differ."""
 
 import math
 import re
@@ -19,6 +18,7 @@ SHOWN = 12
 LOG2_E = 1 / math.log(2)
 _near = partial(math.isclose, rel_tol=CONSTANT / 4)
 OTHER_MASK = "mask-missing-in-backward"
+OF_ALL_KEYS = "D is that of the masked output, P that of all keys"
 # what rows with other sums may mean
 OF_P = ("padded-keys", "neighbour-leak", "not-normalised")
 OF_DS = ("delta-omitted", "delta-of-another-out", "softmax-backward-without-p", OTHER_MASK)
@@ -48,10 +48,8 @@ def explain_log(text: str) -> Diagnosis:
     findings += [one.finding for one in wrong]
     right = dict.fromkeys(one.side for one in rows.values() if one.right)
     if not (findings or pairs or right):
-        raise ValueError(
-            f"{len(printed)} tensors are printed, which say nothing: print one of both sides under "
-            "names that differ in one word, such as dq_mine and dq_reference"
-        )
+        need = "print one of both sides, under names such as dq_mine and dq_reference"
+        raise ValueError(f"{len(printed)} tensors are printed, which say nothing: {need}")
     facts = [f"{pair.title}: they agree in what is printed" for pair in pairs if pair.agrees]
     compared = {p for pair in pairs for p in pair.both}
     alone = ", ".join(dict.fromkeys(p.name for p in printed if p not in compared))
@@ -108,11 +106,8 @@ class Rows:
         where = f"{self.name}, {named('row', np.unique(np.nonzero(self.wrong)[-1]))}"
         if self.masked_delta:
             most, first = (f"{np.abs(x).max():.1g}" for x in (self.inside, self.inside[..., 0]))
-            inside = (
-                f"{self.name}: each row up to the diagonal does sum to 0 (off by {most} "
-                f"at most, by {first} in the first row, which sees one key): D is that of the "
-                "masked output, P that of all keys"
-            )
+            inside = f"{self.name}: each row up to the diagonal does sum to 0 (off by {most} at "
+            inside += f"most, by {first} in the first row, which sees one key): {OF_ALL_KEYS}"
             return finding(self.side, OTHER_MASK, where, "proved", (self.said, inside))
         others = OF_P if self.must else OF_DS
         look_at = "P, lse and D of one row: they must be of one softmax, with one mask"
@@ -169,13 +164,11 @@ def _factor(pair: Pair, causal: bool | None) -> Finding | None:
         return finding(side, "output-scale", where, "medium", said)
     # zero keys in the denominator divide by nearly one number
     shrunk = not causal and ratio >= 1 and pair.kind in ("", "O", "dV")
-    return finding(
-        *(pair.either, "unknown", pair.title, "medium", said),
-        ("padded-keys",) if shrunk else (),
-        title=f"the two sides differ by a constant factor of {ratio:.4g}",
-        look_at="where the result is scaled: softmax_scale, a mean for a sum, a head count; "
-        "print a sequence of another length: padding gives another ratio for each",
-    )
+    given = (pair.either, "unknown", pair.title, "medium", said, ("padded-keys",) * shrunk)
+    title = f"the two sides differ by a constant factor of {ratio:.4g}"
+    look_at = "softmax_scale, a mean for a sum, a head count; print a sequence of another length: "
+    look_at += "padding gives another ratio for each"
+    return finding(*given, title=title, look_at=look_at)
 
 
 def _structure(pair: Pair) -> Finding:

@@ -1,5 +1,4 @@
-"""Printed tensors: reading a log in torch's or NumPy's form, and what the name of one tells. What
-cannot be read is refused where it is surely a tensor, and skipped where it may be prose."""
+"""Printed tensors: reading a log in torch's or NumPy's form, and what the name of one tells."""
 
 import contextlib
 import re
@@ -118,10 +117,9 @@ def _read(text: str, at: int, *, surely: bool) -> tuple[np.ndarray, dict[int, in
     rest = text[end : end + 1000].strip(" ,\n") if len(stack) > 1 else "0"
     if rest and not (surely and re.match(r"[-+.]*\d", rest)):
         return None
-    raise ValueError(
-        f"the tensor printed at line {text.count(chr(10), 0, at) + 1} cannot be read: it is cut "
-        "off, has rows of different lengths, or numbers that are not real"
-    )
+    why = "it is cut off, has rows of different lengths, or numbers that are not real"
+    line = text.count("\n", 0, at) + 1
+    raise ValueError(f"the tensor printed at line {line} cannot be read: {why}")
 
 
 def _printed(name: str, strings: np.ndarray, elided: dict[int, int], factor: float) -> Printed:

@@ -53,10 +53,7 @@ def _asked(question: Question, answers: Answers, like: Question) -> Callable[[st
                 return {name: x for name, x in found.items() if name in STAGES[stage]}
         raise Refused("it was not asked this")
 
-    def of(stage: str) -> Ask | None:
-        return partial(ask, stage) if {*STAGES[stage]} & answers.keys() else None
-
-    return of
+    return lambda stage: partial(ask, stage) if {*STAGES[stage]} & answers.keys() else None
 
 
 def _plain(question: Question) -> Question:

@@ -13,13 +13,12 @@ FORMAT = """<!doctype html>
 <style>{stylesheet}\nbody {{ color: {foreground}; background: {background}; }}</style>
 <pre>{code}</pre></html>
 """
-NOBODY = About()
 
 
-def page(diagnosis: Diagnosis, about: About = NOBODY, *, full: bool = True) -> str:
+def page(diagnosis: Diagnosis, about: About | None = None, *, full: bool = True) -> str:
     """What ``--full`` shows, as HTML text, to be written as UTF-8; ``full``: and what is right."""
     console = Console(record=True, width=WIDTH, file=StringIO(), legacy_windows=False)
-    show(console, diagnosis, about, full=True)
+    show(console, diagnosis, about or About(), full=True)
     facts(console, diagnosis, full=full)
     text = console.export_html(code_format=FORMAT)
     return "".join(c if c.isprintable() or c == "\n" else "\N{REPLACEMENT CHARACTER}" for c in text)
