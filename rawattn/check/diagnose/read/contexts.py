@@ -41,7 +41,8 @@ def backward_of(right: Right) -> Context:
     c.given = Same((right.out, right.lse))
     c.dO, c.O = (np.asarray(x, np.float64).swapaxes(0, 1) for x in (q.dout, right.out))
     c.L, c.dP, c.D = right.lse, c.dO @ c.V.mT, (c.dO * c.O).sum(axis=-1)
-    c.slope = c.G * c.cap[1]
+    c.sink = None if q.sinks is None else np.asarray(q.sinks, np.float64)[:, None]
+    c.slope, c.dL = c.G * c.cap[1], np.zeros_like(c.D)
     return c
 
 

@@ -210,7 +210,8 @@ def _another_term(part: Part) -> Change | None:
     c, at = part.main
     term = np.fmax.reduce(part.row_term[at], axis=-1)
     known = np.isfinite(term)
-    basis = {name: (x / part.of_row_term)[known] for name, x in _row_numbers(c).items()}
+    rows = {n: np.broadcast_to(x[..., None], part.P.shape)[at] for n, x in _row_numbers(c).items()}
+    basis = {name: (x[..., 0] / part.of_row_term)[known] for name, x in rows.items()}
     factors = next(sums_of(basis, (term / part.of_row_term)[known], 2), None)
     if factors is None:
         return Change(["has another row term than D = dout . out"], ANOTHER)
@@ -220,7 +221,7 @@ def _another_term(part: Part) -> Change | None:
 
 def _row_numbers(c: Context) -> dict[str, Array]:
     """What may stand in the place of D, or beside it."""
-    found = {"D": c.D, "dlse": c.dL + 0 * c.D, "exp(sink - lse) D": STEPS["P0"](c) * c.D}
+    found = {"D": c.D, "dlse": c.dL, "exp(sink - lse) D": STEPS["P0"](c) * c.D}
     return {name: x for name, x in found.items() if np.any(x)}
 
 
