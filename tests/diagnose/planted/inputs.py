@@ -143,6 +143,7 @@ _TABLE: Table = (
     ("constant-factor: out negative", "f", {"out": by(-1.0)}),
     ("transposed: dq in sequences", "b", stored(_HEADS_FIRST, "dq"), _HEADS),
     ("transposed: lse, heads of groups", "f", stored(heads_of_groups_apart, "lse"), _HEADS),
+    ("transposed: out, heads of groups", "f", stored(heads_of_groups_apart, "out"), _HEADS),
     ("mask-missing-in-backward: but for the first tile", "b", masked_by_tiles(True, 16), _OVER_40),
     ("mask-missing-in-backward: in tiles of 32", "b", masked_by_tiles(False), {"over": 40}),
     ("neighbour-leak: queries up to 32", "b", _ROWS_PAST, {"lengths": (20, 60)}),

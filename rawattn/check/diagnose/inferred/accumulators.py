@@ -26,9 +26,9 @@ Units = np.ndarray  # (count, size): of each the rows, -1 for none
 
 def bugs(sample: Sample) -> Iterator[Bug]:
     """Of each wrong result the largest tiles of which that is so, or the heads."""
-    for name in (n for n in sample.wrong if n not in BY_ROW and sample.found[n].ndim == 3):
+    for name in sample.wrong:
         of, truth = sample.question.sequence_of(name), by_rows(name, sample.truth[name])
-        for tile in (*TILES[:1:-1], 0):  # of 0 rows: heads
+        for tile in (0,) if name in BY_ROW else (*TILES[:1:-1], 0):  # of 0 rows: heads
             axis = int(not tile)
             heads = np.arange(truth.shape[1])[:, None]
             units = _units(sample.question, name, tile) if tile else heads
@@ -37,7 +37,11 @@ def bugs(sample: Sample) -> Iterator[Bug]:
                 for x in (truth, sample.found[name], np.ones_like(truth))
             )
             held = _held(right, found - right, inside > 0)
-            if held is not None:
+            if held is None:
+                continue
+            whole = held + np.eye(len(held))
+            moved = bool((np.sort(whole) == np.eye(len(whole))[-1]).all())
+            if moved or name not in BY_ROW:
                 sequence = of[units[:, 0]] if tile else 0 * heads[:, 0]
                 unit = f"tiles of {tile} rows" if tile else "heads"
                 pairs = np.argwhere(held)[:4].tolist()
@@ -46,6 +50,10 @@ def bugs(sample: Sample) -> Iterator[Bug]:
                 behind = np.triu(held) * (sequence[:, None] != sequence)  # not of earlier work
                 bug = "offsets-shifted" if behind.any() else "accumulator-not-reset"
                 bug = "unknown" if (held < 0).any() else bug
+                if moved:
+                    taken = enumerate(whole.argmax(axis=1))
+                    which = ", ".join(f"{a} that of {b}" for a, b in taken if a != b)
+                    bug, text = "transposed", f"{name}: {unit} hold what others must: {which}"
                 store = stored(name, partial(_with, units, held, axis))
                 yield Bug(bug, text, (sample.stage,), store=store)
                 break

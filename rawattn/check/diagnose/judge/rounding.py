@@ -23,7 +23,8 @@ from rawattn.check.diagnose.findings import Finding
 from rawattn.check.diagnose.judge.match import FAR, StageVerdict, good
 from rawattn.check.diagnose.judge.proofs import finding
 
-CHUNKS = (1, 4, 8, 16, 32, 64, 128, 2**40)  # keys that are added up at once
+ALL = 2**40
+CHUNKS = (1, 4, 8, 16, 32, 64, 128, ALL)  # keys that are added up at once
 LOWEST = -600.0  # of a running maximum: less than any score, and exp(-LOWEST) is a number
 FOLLOWS = 0.5  # correlation of an error with a predicted one that names its cause
 FAR_ONLINE = 0.1  # of the size: more is lost by no 16 bits that go from tile to tile
@@ -160,7 +161,8 @@ def _of_loops(question: Question) -> Iterator[Bug]:
     for dtype in NARROW[:2]:
         r, name = to_dtype(dtype), np.dtype(dtype).name
         for chunk, down, kept in itertools.product(CHUNKS[2:], (False, True), KEPT_ONLINE):
-            form = f"{KEPT_ONLINE[kept]}, by tiles of {chunk} keys,{' downwards,' * down} in {name}"
+            tiles = f"by tiles of {chunk} keys,{' downwards,' * down}" if chunk < ALL else "whole,"
+            form = f"{KEPT_ONLINE[kept]}, {tiles} in {name}"
             yield Bug("", form, FORWARD, steps=_online(chunk, down, {kept: r}))
         for at, cut in splits(question).items():
             steps = steps_of("forward", cut, partial(_stored, r))

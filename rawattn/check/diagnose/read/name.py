@@ -112,7 +112,8 @@ def _with(finding: Finding, said: Said) -> Finding:
     if finding.title == CLASSES["unknown"].title and said.unread and not said.wrong:
         rest = f"; right: {', '.join(said.right)}" * bool(said.right)
         return replace(finding, title=f"{PASSES[said.stage]}: {said.unread[0]}{rest}")
-    listed = finding.form and not of_rules and (said.loose or not said.support.plain)
+    of_others = finding.confidence in ("high", "medium") or said.loose or not said.support.plain
+    listed = finding.form and not of_rules and of_others
     if finding.bug not in PLAIN or not said.wrong or listed:
         return finding
     if finding.bug == "unknown" and said.bug and finding.confidence in ("high", "medium"):
