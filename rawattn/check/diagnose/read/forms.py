@@ -1,9 +1,10 @@
 """What a backward pass has in place of dS = P o (dP - D), by steps that give all that was read."""
 
+import contextlib
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from functools import partial
-from itertools import product
+from itertools import islice, product
 
 import numpy as np
 
@@ -20,6 +21,7 @@ Array = np.ndarray
 Of = Callable[[Context], Array]
 ANOTHER = "delta-of-another-out"
 MOST, SAMPLED = 3, 40  # terms of a sum; pairs for every column
+ALIKE = 6  # forms that what was read may have
 MOST_PAIRS = 0.95
 TERMS: dict[str, Callable[[Array, Array, Array], Array]] = {  # of P, dP and D
     "P dP": lambda P, dP, D: P * dP,
@@ -29,11 +31,11 @@ TERMS: dict[str, Callable[[Array, Array, Array], Array]] = {  # of P, dP and D
     "P^2 dP": lambda P, dP, D: P * P * dP,
     "P": lambda P, dP, D: P,
 }
-Which = Callable[[Array, Array, Array], Array]  # of the tile of a key, of others, the first partial
+Which = Callable[[Array, Array, Array, int], Array]  # by a key, others, their count, and a tile
 OVER: dict[str, Which] = {
-    "the last tile of {} keys": lambda own, of, n: of == of.max(initial=0) + 0 * own,
-    "the tile of {} keys at hand": lambda own, of, n: own == of,
-    "whole tiles of {} keys": lambda own, of, n: of < n + 0 * own,
+    "the last tile of {} keys": lambda j, of, m, t: of // t == (m - 1) // t + 0 * j,
+    "the tile of {} keys at hand": lambda j, of, m, t: of // t == j // t,
+    "whole tiles of {} keys": lambda j, of, m, t: of < m // t * t + 0 * j,
 }
 POWERS = {"({} without the softcap's slope)": 0, "({} with the softcap's slope twice)": 2}
 SLOPES: dict[str, Callable[[Array], Array]] = {  # of t = tanh, the capped score over the cap
@@ -57,11 +59,16 @@ class Change:
     whole: bool = False
 
 
-def form_of(part: Part) -> Change | None:
-    """The plainest form that gives all that was read."""
+def form_of(part: Part, second: Callable[[], Part]) -> Change | None:
+    """The plainest form that gives all that was read, and what is read on other lengths too."""
     forms = (change for make in (_sums, _columns, _row_terms, _slopes) for change in make(part))
-    found = (x for x in forms if x.dY is not None and part.fits(part.of(x.dY)))
-    return next(found, None) or _another_term(part)
+    fitting = (x for x in forms if x.dY is not None and part.fits(part.of(x.dY)))
+    found = [*islice(fitting, ALIKE)]
+    if len(found) > 1:
+        with contextlib.suppress(NotImplementedError, ValueError):  # nobody is known to see there
+            other = second()
+            found = [x for x in found if x.dY and other.fits(other.of(x.dY))] or found
+    return found[0] if found else _another_term(part)
 
 
 def _of_terms(factors: Mapping[str, float], c: Context) -> Array:
@@ -164,7 +171,7 @@ def _over(which: Which, tile: int, c: Context) -> Array:
     keys = np.maximum(c.view.keys, 0)
     b, j = c.question.sequence_of("k")[keys], c.question.place_of("k")[keys]
     same, count = b[:, None] == b, np.array([*c.question.lengths_k, 0])[b]
-    return np.asarray(c.P * c.dP @ (same & which(j[:, None] // tile, j // tile, count // tile)).mT)
+    return np.asarray(c.P * c.dP @ (same & which(j[:, None], j, count, tile)).mT)
 
 
 def _at_keys(tile: int, own: int, c: Context) -> Array:

@@ -124,7 +124,7 @@ def _change_of(part: Part, second: Callable[[], Part]) -> Change:
         return Change(["is not finite"])
     if not part.known.any():
         return Change(["is 0"] if part.there.any() else [])
-    change = _form_of(part)
+    change = _form_of(part, second)
     known = change.whole or (change.text and change.dY is None)
     if known or not (part.gone.any() or part.wrongly.any()):
         return change
@@ -152,7 +152,7 @@ def _with_pairs(pairs: Support, dY: Callable[[Context], Array] | None, c: Contex
     return np.where(seen, np.where(right, found, _unmasked(c)), 0.0)
 
 
-def _form_of(part: Part) -> Change:
+def _form_of(part: Part, second: Callable[[], Part]) -> Change:
     """What stands there in place of dS."""
     f, places = part.f, part.places
     if part.field(f - 1).zero:
@@ -165,7 +165,7 @@ def _form_of(part: Part) -> Change:
         name = "output-scale" if "softmax_scale is" in scale else "constant-factor"
         text = f"is multiplied by {by_head(by)}{scale}"
         return Change([text], name, lambda c: by[c.view.heads] * c.dY, times=by.ravel())
-    if (found := form_of(part)) is not None:
+    if (found := form_of(part, second)) is not None:
         return found
     logs = part.field(np.log(np.where(f > 0, f, 1.0)))
     told, of = of_distance(logs, places)
