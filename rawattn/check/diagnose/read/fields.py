@@ -75,9 +75,10 @@ def sums_of(basis: Mapping[str, Array], due: Array, most: int) -> Iterator[dict[
     for count in range(1, most + 1):
         for some in map(list, combinations(range(len(basis)), count)):
             found = np.linalg.lstsq(products[np.ix_(some, some)], with_due[some], rcond=1e-12)[0]
+            short = np.round(found, 4)
+            found = np.where(np.abs(found - short) < 1e-7, short, found)
             whole = np.where(np.abs(found - np.rint(found)) < 1e-2, np.rint(found), found)
-            ways = whole, np.round(found, 4), found  # what was read is off by its noise
-            fit = (x for x in ways if np.mean((columns[:, some] @ x - due) ** 2) <= 1)
+            fit = (x for x in (whole, found) if np.mean((columns[:, some] @ x - due) ** 2) <= 1)
             if (factors := next(fit, None)) is not None:
                 names = (name for n, name in enumerate(basis) if n in some)
                 yield {name: float(x) for name, x in zip(names, factors, strict=True) if x}
