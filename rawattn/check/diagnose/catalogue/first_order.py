@@ -49,7 +49,8 @@ def bugs_anywhere(question: Question) -> Iterator[Bug]:
     for one, other in combinations(shapes, 2):
         if shapes[one] == shapes[other]:
             text = f"{one} and {other}"
-            yield Bug("gradients-swapped", text, BACKWARD, store=partial(_swapped, one, other))
+            swap = lambda _, x, a=one, b=other: x | {a: x[b], b: x[a]}  # noqa: E731
+            yield Bug("gradients-swapped", text, BACKWARD, store=swap)
     if question.group > 1:
         if question.num_heads_kv > 1:
             yield Bug("gqa-head-map", "h % num_heads_kv", FIRST, _by_remainder)
@@ -126,7 +127,3 @@ def _first(columns: int, question: Question, answers: Answers) -> Answers:
     """Those columns, and nothing for the others."""
     of = {name: x for name, x in answers.items() if x.ndim == 3 and name not in OF_SLOTS}
     return answers | {n: np.where(np.arange(x.shape[2]) < columns, x, 0.0) for n, x in of.items()}
-
-
-def _swapped(one: str, other: str, question: Question, answers: Answers) -> Answers:
-    return answers | {one: answers[other], other: answers[one]}

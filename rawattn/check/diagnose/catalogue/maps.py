@@ -153,8 +153,6 @@ OF_TILES: dict[str, Callable[[int, Geometry], Ints]] = {  # the same, of tiles
         (g.offsets[:-1] // t + g.b) * t
     ),
 }
-
-
 HEADS: dict[str, Callable[[Ints, int, int], Ints]] = {  # head h of so many, a group of so many
     "the next head": lambda h, count, group: (h + 1) % count,
     "the head before": lambda h, count, group: (h - 1) % count,
@@ -204,7 +202,9 @@ def of_rows(words: str, by: int) -> Map:
 
 def sequences(question: Question) -> Iterator[Map]:
     """The same row of another sequence, or counted from another place, which is not the same."""
-    found = ORIGINS | {f"the offset of {x}": partial(_of_others, of) for x, of in OTHERS.items()}
+    found = ORIGINS | {
+        f"the offset of {x}": lambda g, of=of: g.offsets[of(g)] for x, of in OTHERS.items()
+    }
     sizes = TILES if not question.sparse else (*TILES, question.block_size)
     for (words, of_tile), t in itertools.product(OF_TILES.items(), sizes):
         found[words.format(t)] = partial(of_tile, t)
@@ -214,10 +214,6 @@ def sequences(question: Question) -> Iterator[Map]:
             yield Map("sequences", words, partial(_from, origin))
     if any((g.others != g.offsets).any() for g in sides):
         yield Map("sequences", "the offset of the other side, the last row past the end", _clamped)
-
-
-def _of_others(other: Origin, g: Geometry) -> Ints:
-    return np.asarray(g.offsets[other(g)])
 
 
 def heads(question: Question) -> Iterator[Map]:

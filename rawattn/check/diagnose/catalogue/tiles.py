@@ -27,10 +27,6 @@ PARTS: tuple[tuple[str, str, Part], ...] = (
     ("tile-skipped", "last of keys", lambda i, j, n, m, t: j // t == (m - 1) // t),
     ("tile-skipped", "diagonal", lambda i, j, n, m, t: j // t == (i + m - n) // t),
 )
-EDGES = {  # the first key behind each part: class, and how often it counts
-    "the first key behind each part counts twice": ("tile-counted-twice", 2.0),
-    "the first key of each part but the first is left out": ("wrong-keys", 0.0),
-}
 
 
 def tiles(question: Question) -> Iterator[Bug]:
@@ -47,10 +43,10 @@ def tiles(question: Question) -> Iterator[Bug]:
 
 
 def of_splits(question: Question) -> Iterator[Bug]:
-    """A forward pass in parts of the keys, which overlap, lack keys, or have masks of their own."""
+    """A forward pass in parts of the keys, which overlap, or have masks of their own."""
     for at, keys in parts_of_keys(question).items():
-        for words, (name, often) in EDGES.items():
-            yield Bug(name, f"{words}: {at}", FORWARD, each(_at_edges, keys, often))
+        form = f"the first key behind each part counts twice: {at}"
+        yield Bug("tile-counted-twice", form, FORWARD, each(_twice_at_edges, keys))
         if question.mask_window != (-1, -1):
             form = f"the mask counts keys from the start of each part: {at}"
             yield Bug("wrong-keys", form, FORWARD, each(_from_start, keys))
@@ -66,10 +62,9 @@ def _starts(keys: Keys, view: View) -> np.ndarray:
     return np.concatenate([np.arange(0), *parts])
 
 
-def _at_edges(keys: Keys, often: float, question: Question, view: View) -> View:
-    """The key behind each edge between parts counts so often."""
+def _twice_at_edges(keys: Keys, question: Question, view: View) -> View:
     there = np.diff(_starts(keys, view), prepend=0) > 0
-    return replace(view, weight=view.weight * np.where(there, often, 1.0))
+    return replace(view, weight=view.weight * np.where(there, 2.0, 1.0))
 
 
 def _until_masked(tile: int, rows: int, question: Question, view: View) -> View:
