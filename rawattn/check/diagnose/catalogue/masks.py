@@ -94,13 +94,14 @@ def masks(question: Question) -> Iterator[Bug]:
 
 def _more_keys(after: int = 0, before: int = 0, tile: int = 1, of: str = "memory") -> See:
     """So many more, what lies there in ``memory``, and past the end of that nothing, or, as by TMA,
-    zeros (memory or zeros); rows of ``zeros``. ``tile``: after the last one up to a whole tile;
-    ``after`` of -1: up to the longest sequence."""
+    zeros (memory or zeros); rows of ``zeros``; the last one again and again (last). ``tile``: after
+    the last one up to a whole tile; ``after`` of -1: up to the longest sequence."""
 
     def longer(question: Question, view: View) -> View:
         start, length = question.cu_seqlens_k[view.sequence], question.lengths_k[view.sequence]
         more = max(question.lengths_k) - length if after < 0 else after + -length % tile
         keys = np.arange(start - before, start + length + more)
+        keys = np.minimum(keys, start + length - 1) if of == "last" else keys
         there = (keys >= 0) & (keys < (start + length if of == "zeros" else len(question.k)))
         keys = np.where(there, keys, -1) if "zeros" in of else keys[there]
         return Window(*bounds(question)).of(question, replace(view, keys=keys))
@@ -113,6 +114,8 @@ def neighbours(question: Question) -> Iterator[Bug]:
         yield Bug("padded-keys", "longest", FIRST, _more_keys(after=-1, of="zeros"))
     for tile in TILES:
         yield Bug("padded-keys", f"tile of {tile}", FIRST, _more_keys(tile=tile, of="zeros"))
+        text = f"the last key in each place of padding, tile of {tile}"
+        yield Bug("padded-keys", text, FIRST, _more_keys(tile=tile, of="last"))
     if question.batch > 1 or len(question.k) > question.cu_seqlens_k[-1]:
         ends = (("after the end", 1, 0), ("before", 0, 1), ("on each side", 1, 1))
         for text, after, before in ends:

@@ -44,6 +44,10 @@ def _each(of: Which, loops: list[Ints], tile: int, _: int) -> list[Ints]:
     return [of(tiles)[:, None] * tile + np.arange(tile) for tiles in loops]
 
 
+def _without_last(lost: Callable[[int], bool], tiles: Ints) -> Ints:
+    return np.append(tiles[:-1], ALL if lost(len(tiles)) else tiles[-1:])
+
+
 def _ring(ring: Ring, cleared: bool, loops: list[Ints], tile: int, n: int) -> list[Ints]:
     """Tiles as a ring has them, as far as they have rows. cleared: in front of every loop."""
     (stages, ahead, lacking, early, drained), found = ring, list[Ints]()
@@ -70,10 +74,15 @@ LOOPS: dict[str, Which] = {
     "of the next step": lambda tiles: np.append(tiles[1:], tiles[-1:]),
     "of step x + 2": lambda tiles: np.append(tiles[2:], tiles[-2:]),
     **{f"of step x % {n}": partial(lambda n, x: x[np.arange(len(x)) % n], n) for n in (1, 2, 3, 4)},
-    "of no tile in the last step of an odd number (3, 5, ...)": lambda tiles: (
-        np.append(tiles[:-1], ALL) if len(tiles) > 1 and len(tiles) % 2 else tiles
+    "counted from the first row, not from the first visible tile on,": lambda tiles: (
+        tiles - tiles.min(initial=tiles.max(initial=0))
     ),
 }
+LOST: dict[str, Callable[[int], bool]] = {  # the last step of so many
+    "of no tile in the last of several steps": lambda n: n > 1,
+    "of no tile in the last step of an odd number (3, 5, ...)": lambda n: n > 1 and n % 2 == 1,
+}
+LOOPS |= {text: partial(_without_last, lost) for text, lost in LOST.items()}
 RINGS = {
     "of a ring of 2 stages into which the first tile of a loop is not loaded": Ring(lacking=0),
     "of a ring of 2 stages into which the last tile of a loop is not loaded": Ring(lacking=-1),
