@@ -122,21 +122,17 @@ def candidates(question: Question, stage: str, wrong: Collection[str], b: int) -
 
 
 def _of_sequences(question: Question) -> Iterator[Bug]:
-    """Keys of another sequence, all of them, which gradients go to, or as many."""
+    """Keys of another sequence, all of them, which gradients go to."""
     for words, other in maps.OTHERS.items() if question.batch > 1 else ():
         of = np.minimum(other(maps.geometry(question, "k")), question.batch - 1)
         form = f"the keys are those of {words}"
-        yield Bug("offsets-shifted", form, FIRST, each(_keys_of, of, False))
-        if question.seqused_k is not None:
-            form = f"seqused_k: that of {words}"
-            yield Bug("input-layout", form, FIRST, each(_keys_of, of, True))
+        yield Bug("offsets-shifted", form, FIRST, each(_keys_of, of))
 
 
-def _keys_of(of: Ints, own: bool, question: Question, view: View) -> View:
-    """The keys of the sequences ``of`` in the place of everyone's own; ``own``: as many."""
+def _keys_of(of: Ints, question: Question, view: View) -> View:
+    """The keys of the sequences ``of`` in the place of everyone's own."""
     b = of[view.sequence]
-    start, stop = question.cu_seqlens_k[view.sequence if own else b :][:2]
-    keys = np.arange(start, min(start + question.lengths_k[b], stop))
+    keys = question.cu_seqlens_k[b] + np.arange(question.lengths_k[b])
     weight = allowed(len(view.rows), len(keys), question.mask_window)[None].astype(np.float64)
     return replace(view, keys=keys, weight=weight)
 
