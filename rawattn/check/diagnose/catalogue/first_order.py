@@ -61,9 +61,8 @@ def _of_options(question: Question) -> Iterator[Bug]:
         yield Bug("sinks-dropped", "", ("forward", "jvp"), steps={"softmax": none} | P0)
         yield Bug("sinks-dropped", "in lse alone", FORWARD, steps={"L": L})
         yield Bug("sinks-dropped", "in out alone", FORWARD, steps={"P": P})
-        text = "in lse of sequences without keys"
         unsunk = {"L": lambda c: np.where(c.S.shape[2] == 0, -np.inf, STEPS["L"](c))}
-        yield Bug("sinks-dropped", text, FORWARD, steps=unsunk)
+        yield Bug("sinks-dropped", "in lse of sequences without keys", FORWARD, steps=unsunk)
         yield Bug("sinks-dropped", "own softmax", ("backward", "second"), steps={"bP": P} | P0)
         yield from _other_sinks(question)
 

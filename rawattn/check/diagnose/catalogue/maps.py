@@ -271,8 +271,7 @@ def _strided(by: tuple[int, int], head: Ints | None, whole: bool, g: Geometry) -
 
 
 class Order(NamedTuple):
-    """Memory in this order of ``LETTERS``, the last one the fastest; ``each``: of one sequence
-    after the other."""
+    """Memory in this order of ``LETTERS``, the last one the fastest; or so ``each`` sequence."""
 
     letters: str
     each: bool = False

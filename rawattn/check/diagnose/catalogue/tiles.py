@@ -1,5 +1,4 @@
-"""Bugs of loops over tiles; gradients and tangents whose sums lack some, or have others too: of
-tiles of keys for dq, gq, e and tout, of queries for dk, dv, gk and gv."""
+"""Bugs of loops over tiles, and of gradients and tangents that lack some, or have others too."""
 
 from collections.abc import Callable, Collection, Iterator
 from dataclasses import replace
@@ -114,7 +113,6 @@ SUMS: dict[str, dict[str, tuple[str, ...]]] = {
 OPERANDS = {step: {x for one in SUMS.values() for x in one.get(step, ())} for step in RESULTS}
 OF_QUERIES = ("dK", "dV", "gK", "gV")  # sums over these
 WORDS: dict[str, dict[str, str]] = {
-    "backward": {},
     "jvp": {"t": "t", "e": "tlse", "out": "tout"},
     "second": {"t": "dd", "e": "ddlse", "out": "ddout"},
 }
@@ -136,11 +134,11 @@ def sums(question: Question, stage: str, wrong: Collection[str]) -> Iterator[Bug
     """All of a stage that change something ``wrong``; of tiles that look alike large ones first."""
     longest = max((*question.lengths_q, *question.lengths_k), default=0)
     found = [x for x in SUMS.items() if RESULTS[next(iter(x[1]))] & {*wrong}]
-    sizes = [tile for tile in TILES[::-1] if tile < longest and stage in WORDS]
+    sizes = [tile for tile in TILES[::-1] if tile < longest]
     for (said, terms), tile in product(found, sizes):
         for name, words, weights in _weights(question, tile):
             steps = {x: partial(_summed, x, operands, weights) for x, operands in terms.items()}
-            text = f"{said.format(**WORDS[stage])}: {words}, tile of {tile}"
+            text = f"{said.format(**WORDS.get(stage, {}))}: {words}, tile of {tile}"
             yield Bug(name, text, (stage,), steps=steps)
 
 
