@@ -26,10 +26,9 @@ LSES: tuple[tuple[str, str, Callable[[Floats, Floats], Floats]], ...] = (  # of 
     ("lse-without-max", "", lambda L, top: L - top),
 )
 SLOPE = "softcap-slope-omitted"
-Curve = Callable[[Floats, float], Floats]  # of tanh and the softcap
-CURVES: dict[str, Curve] = {  # in place of 1 - tanh^2
-    "1 - tanh": lambda t, cap: 1 - t,
-    "1 - S^2, of the capped score,": lambda t, cap: 1 - (cap * t) ** 2,
+CURVES: dict[str, Callable[[Floats, float], Floats]] = {  # of S and its cap, for 1 - tanh^2
+    "1 - tanh": lambda S, cap: 1 - S / cap,
+    "1 - S^2, of the capped score,": lambda S, cap: 1 - S**2,
 }
 
 
@@ -67,9 +66,9 @@ def _of_options(question: Question) -> Iterator[Bug]:
         yield from _other_sinks(question)
 
 
-def _sloped(of: Curve, c: Context) -> tuple[Floats, ...]:
+def _sloped(of: Callable[[Floats, float], Floats], c: Context) -> tuple[Floats, ...]:
     value, _, bend = STEPS["cap"](c)
-    return value, of(value / c.question.softcap, c.question.softcap), bend
+    return value, of(value, c.question.softcap), bend
 
 
 def _other_sinks(question: Question) -> Iterator[Bug]:

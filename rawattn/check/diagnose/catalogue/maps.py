@@ -14,7 +14,6 @@ from rawattn.check.diagnose.engine.question import BY_ROW, OF_SLOTS, Question, s
 from rawattn.check.diagnose.engine.steps import Floats
 
 Ints = np.ndarray
-BITS = (1, 2, 4, 8, 16, 32, 64, 128)
 LETTERS = {"t": "tokens", "h": "heads", "d": "columns"}
 NOWHERE = 1 << 40  # tokens from here there is none
 STATISTICS = (*BY_ROW, "dlse", "e", "w")  # numbers of rows, which lie as (heads, tokens)
@@ -192,7 +191,7 @@ def _heads(head: Callable[[Ints, int, int], Ints], g: Geometry) -> At:
 def rows(question: Question, least: int = 1) -> Iterator[Map]:
     """Other rows of the same sequence, as tiles or instructions take them, large ones first."""
     longest = max((*question.lengths_q, *question.lengths_k), default=0)
-    for by in (by for by in BITS[::-1] if least <= by < longest):
+    for by in (by for by in (*TILES[::-1], 4, 2, 1) if least <= by < longest):
         yield from (of_rows(words, by) for words in [*ROWS][: len(ROWS) if by > 1 else 3])
 
 

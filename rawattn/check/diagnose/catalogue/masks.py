@@ -193,9 +193,8 @@ def _late(tile: int, rows: int, last: bool, every: bool, seen: np.ndarray) -> np
 
 def _spoilt(of: Callable[[Question], np.ndarray], question: Question, answers: Answers) -> Answers:
     """NaN in these rows, and in the gradients of the keys that they would add to."""
-    found, rows = {}, of(question)
-    for name, x in answers.items():
-        y = x.copy()
+    found, rows = {name: x.copy() for name, x in answers.items()}, of(question)
+    for name, y in found.items():
         if name in BY_ROW:
             y[rows.T] = np.nan
         elif name in OF_KEYS:
@@ -204,7 +203,6 @@ def _spoilt(of: Callable[[Question], np.ndarray], question: Question, answers: A
                     y[view.keys, view.head_kv] = np.nan
         elif name not in OF_SLOTS:
             y[rows] = np.nan
-        found[name] = y
     return found
 
 

@@ -166,11 +166,10 @@ def _by_tile(of: Factor, tile: int, other: int, c: Context, axis: int) -> Floats
     queries, for every one; of axis 0 for tiles of queries that so many keys are seen by."""
     seen = (c.W > 0).any(axis=0) | (not other)
     seen = seen if axis == 1 else seen.T
-    n, m = seen.shape
-    tiles = np.arange(m) // tile
-    weight = np.zeros((n, m))
-    for start in range(0, n, other or n):
-        here = slice(start, start + (other or n))
+    tiles, weight = np.arange(seen.shape[1]) // tile, np.zeros(seen.shape)
+    together = other or len(seen)
+    for start in range(0, len(seen), together):
+        here = slice(start, start + together)
         there = np.unique(tiles[seen[here].any(axis=0)])
         known = np.isin(tiles, there)
         weight[here, known] = of(c, np.searchsorted(there, tiles[known]), len(there))
