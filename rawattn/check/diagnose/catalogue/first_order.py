@@ -9,7 +9,7 @@ from itertools import combinations
 import numpy as np
 
 from rawattn.check.diagnose.catalogue import maps, tiles
-from rawattn.check.diagnose.catalogue.masks import dead_rows, masks, neighbours
+from rawattn.check.diagnose.catalogue.masks import dead, masks, neighbours, spoilt
 from rawattn.check.diagnose.catalogue.second_order import JVP, SECOND, multiple, with_values
 from rawattn.check.diagnose.engine.attention import BACKWARD, FIRST, FORWARD, Bug, Step, View
 from rawattn.check.diagnose.engine.question import OF_SLOTS, Answers, Question
@@ -41,7 +41,7 @@ def bugs(question: Question) -> Iterator[Bug]:
     # gradients of one tile alone, which fewer pairs would explain too, in more words
     of_sums = tiles.sums(question, "backward", ("dq", "dk", "dv"))
     yield from (bug for bug in of_sums if bug.name == tiles.OVER)
-    yield from dead_rows(question)
+    yield from _dead_rows(question)
 
 
 def _of_options(question: Question) -> Iterator[Bug]:
@@ -181,3 +181,16 @@ def _first(columns: int, question: Question, answers: Answers) -> Answers:
     """Those columns, and nothing for the others."""
     of = {name: x for name, x in answers.items() if x.ndim == 3 and name not in OF_SLOTS}
     return answers | {n: np.where(np.arange(x.shape[2]) < columns, x, 0.0) for n, x in of.items()}
+
+
+def _dead_rows(question: Question) -> Iterator[Bug]:
+    if not dead(question).any():
+        return
+    yield Bug("dead-rows", "NaN", FIRST, store=partial(spoilt, dead))
+    uniform = with_values("bP", L=lambda c: np.where(np.isneginf(c.L), np.log(c.S.shape[2]), c.L))
+    yield Bug("dead-rows", "mean of v", FIRST, steps={"S": _zero_dead, "bP": uniform})
+
+
+def _zero_dead(c: Context) -> Floats:
+    """Scores of -1e30, say, for all keys of a row: equal, and so is their softmax."""
+    return np.where((c.W > 0).any(axis=2, keepdims=True), STEPS["S"](c), 0.0)

@@ -336,10 +336,9 @@ def _packed(of: Packed, tile: int, g: Geometry) -> At:
 
 def families(question: Question, statistics: bool) -> list[Map]:
     """All maps of row statistics, or of what has columns, whose rows are of one product alone."""
-    found = [*layouts(statistics), *packed(question), *heads(question)]
     of_sequences = [*sequences(question)]
     inside = [*rows(question), *(by.stored for by in of_sequences)] if statistics else []
-    return [*found, *inside, *of_sequences]
+    return [*layouts(statistics), *packed(question), *heads(question), *inside, *of_sequences]
 
 
 def overrun(question: Question) -> Iterator[Map]:

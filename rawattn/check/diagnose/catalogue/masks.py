@@ -9,10 +9,9 @@ from typing import NamedTuple
 
 import numpy as np
 
-from rawattn.check.diagnose.catalogue.second_order import with_values
 from rawattn.check.diagnose.engine.attention import FIRST, TILES, Bug, See, View, each, views_of
 from rawattn.check.diagnose.engine.question import BY_ROW, OF_KEYS, OF_SLOTS, Answers, Question
-from rawattn.check.diagnose.engine.steps import OWN_P, STEPS, Context, Floats
+from rawattn.check.diagnose.engine.steps import OWN_P
 from rawattn.reference.dense import allowed
 
 
@@ -174,7 +173,7 @@ def of_late(question: Question, rows: np.ndarray) -> Iterator[Bug]:
             late = partial(_row_mask, partial(_late, tile, of, words == "last", every))
             if np.array_equal(late(question), rows):
                 form = f"from the {words} visible on, {of} by {tile}{more}"
-                yield Bug("masked-tile-nan", form, FIRST, store=partial(_spoilt, late))
+                yield Bug("masked-tile-nan", form, FIRST, store=partial(spoilt, late))
 
 
 def _late(tile: int, rows: int, last: bool, every: bool, seen: np.ndarray) -> np.ndarray:
@@ -191,7 +190,7 @@ def _late(tile: int, rows: int, last: bool, every: bool, seen: np.ndarray) -> np
     return found
 
 
-def _spoilt(of: Callable[[Question], np.ndarray], question: Question, answers: Answers) -> Answers:
+def spoilt(of: Callable[[Question], np.ndarray], question: Question, answers: Answers) -> Answers:
     """NaN in these rows, and in the gradients of the keys that they would add to."""
     found, rows = {name: x.copy() for name, x in answers.items()}, of(question)
     for name, y in found.items():
@@ -204,16 +203,3 @@ def _spoilt(of: Callable[[Question], np.ndarray], question: Question, answers: A
         elif name not in OF_SLOTS:
             y[rows] = np.nan
     return found
-
-
-def dead_rows(question: Question) -> Iterator[Bug]:
-    if not dead(question).any():
-        return
-    yield Bug("dead-rows", "NaN", FIRST, store=partial(_spoilt, dead))
-    uniform = with_values("bP", L=lambda c: np.where(np.isneginf(c.L), np.log(c.S.shape[2]), c.L))
-    yield Bug("dead-rows", "mean of v", FIRST, steps={"S": _zero_dead, "bP": uniform})
-
-
-def _zero_dead(c: Context) -> Floats:
-    """Scores of -1e30, say, for all keys of a row: equal, and so is their softmax."""
-    return np.where((c.W > 0).any(axis=2, keepdims=True), STEPS["S"](c), 0.0)
