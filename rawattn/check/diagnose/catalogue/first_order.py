@@ -1,4 +1,4 @@
-"""Bugs of the forward pass and its gradients: scales, bases, lse, sums, heads, columns."""
+"""Bugs of the forward pass and its gradients: softcap, sinks, scales, lse, sums, heads, columns."""
 
 import math
 from collections.abc import Callable, Iterator, Sequence
@@ -8,11 +8,10 @@ from itertools import combinations
 
 import numpy as np
 
-from rawattn.check.diagnose.catalogue import options, tile_sums
-from rawattn.check.diagnose.catalogue.masks import masks, neighbours
-from rawattn.check.diagnose.catalogue.second_order import multiple, with_values
-from rawattn.check.diagnose.catalogue.tiles import dead_rows, tiles
-from rawattn.check.diagnose.engine.attention import BACKWARD, FIRST, FORWARD, Bug, View
+from rawattn.check.diagnose.catalogue import maps, tiles
+from rawattn.check.diagnose.catalogue.masks import dead, masks, neighbours, spoilt
+from rawattn.check.diagnose.catalogue.second_order import JVP, SECOND, multiple, with_values
+from rawattn.check.diagnose.engine.attention import BACKWARD, FIRST, FORWARD, Bug, Step, View
 from rawattn.check.diagnose.engine.question import OF_SLOTS, Answers, Question
 from rawattn.check.diagnose.engine.steps import LOG2_E, STEPS, Context, Floats, changed, row_max
 
@@ -26,18 +25,73 @@ LSES: tuple[tuple[str, str, Callable[[Floats, Floats], Floats]], ...] = (  # of 
     ("lse-base-2", "ln 2 times", lambda L, top: L / LOG2_E),
     ("lse-without-max", "", lambda L, top: L - top),
 )
+SLOPE = "softcap-slope-omitted"
+CURVES: dict[str, Callable[[Floats, float], Floats]] = {  # of S and its cap, for 1 - tanh^2
+    "1 - tanh": lambda S, cap: 1 - S / cap,
+    "1 - S^2, of the capped score,": lambda S, cap: 1 - S**2,
+}
 
 
 def bugs(question: Question) -> Iterator[Bug]:
-    yield from options.bugs(question)
+    yield from _of_options(question)
     yield from masks(question)
     yield from neighbours(question)
     yield from bugs_anywhere(question)
-    yield from tiles(question)
+    yield from tiles.tiles(question)
     # gradients of one tile alone, which fewer pairs would explain too, in more words
-    of_sums = tile_sums.candidates(question, "backward", ("dq", "dk", "dv"))
-    yield from (bug for bug in of_sums if bug.name == tile_sums.OVER)
-    yield from dead_rows(question)
+    of_sums = tiles.sums(question, "backward", ("dq", "dk", "dv"))
+    yield from (bug for bug in of_sums if bug.name == tiles.OVER)
+    yield from _dead_rows(question)
+
+
+def _of_options(question: Question) -> Iterator[Bug]:
+    if question.softcap is not None:
+        yield Bug("softcap-dropped", steps={"cap": lambda c: (c.Y, 1.0, 0.0)})
+        straight = {"cap": lambda c: (STEPS["cap"](c)[0], 1.0, 0.0)}
+        yield Bug(SLOPE, "1 in its place", BACKWARD + SECOND + JVP, steps=straight)
+        twice = {"tdY": with_values("tdY", tY=lambda c: c.E)}
+        yield Bug(SLOPE, "the bend times E, the slope twice", SECOND, steps=twice)
+        for words, of in CURVES.items():
+            steps = {"cap": partial(_sloped, of)}
+            yield Bug(SLOPE, f"{words} in its place", SECOND + JVP, steps=steps)
+    if question.sinks is not None:
+        none = with_values("softmax", sink=lambda c: None)
+        L, P, P0 = (lambda c: none(c)[0]), (lambda c: none(c)[1]), {"P0": lambda c: 0.0}
+        yield Bug("sinks-dropped", "", ("forward", "jvp"), steps={"softmax": none} | P0)
+        yield Bug("sinks-dropped", "in lse alone", FORWARD, steps={"L": L})
+        yield Bug("sinks-dropped", "in out alone", FORWARD, steps={"P": P})
+        unsunk = {"L": lambda c: np.where(c.S.shape[2] == 0, -np.inf, STEPS["L"](c))}
+        yield Bug("sinks-dropped", "in lse of sequences without keys", FORWARD, steps=unsunk)
+        yield Bug("sinks-dropped", "own softmax", ("backward", "second"), steps={"bP": P} | P0)
+        yield from _other_sinks(question)
+
+
+def _sloped(of: Callable[[Floats, float], Floats], c: Context) -> tuple[Floats, ...]:
+    value, _, bend = STEPS["cap"](c)
+    return value, of(value, c.question.softcap), bend
+
+
+def _other_sinks(question: Question) -> Iterator[Bug]:
+    sinks, h = np.asarray(question.sinks, dtype=np.float64), np.arange(question.num_heads_q)
+    raised: Step = lambda c: c.sink + c.S.max(axis=-1, initial=-np.inf)  # noqa: E731
+    text = "exp(sink), not relative to the maximum"
+    yield Bug("sinks-misplaced", text, FORWARD, steps=with_sink(raised))
+    found = {"exp(softmax_scale sink)": (question.scale, h), "exp(ln 2 sink)": (1 / LOG2_E, h)}
+    of_heads = maps.other_heads(h, len(h), question.group)
+    found |= {f"that of {words}": (1.0, heads) for words, heads in of_heads.items()}
+    for words, (times, heads) in found.items():
+        if (times * sinks[heads] != sinks).any():
+            sink = partial(_of_heads, times, heads)  # of any problem's sinks
+            steps = with_sink(sink) | {"P0": with_values("P0", sink=sink)}
+            yield Bug("sinks-misplaced", words, ("forward", "jvp"), steps=steps)
+
+
+def with_sink(sink: Step) -> dict[str, Step]:
+    return {"softmax": with_values("softmax", sink=sink)}
+
+
+def _of_heads(times: float, heads: np.ndarray, c: Context) -> Floats:
+    return np.asarray(times * np.asarray(c.question.sinks, float)[heads[c.view.heads], None])
 
 
 def bugs_anywhere(question: Question) -> Iterator[Bug]:
@@ -49,7 +103,8 @@ def bugs_anywhere(question: Question) -> Iterator[Bug]:
     for one, other in combinations(shapes, 2):
         if shapes[one] == shapes[other]:
             text = f"{one} and {other}"
-            yield Bug("gradients-swapped", text, BACKWARD, store=partial(_swapped, one, other))
+            swap = lambda _, x, a=one, b=other: x | {a: x[b], b: x[a]}  # noqa: E731
+            yield Bug("gradients-swapped", text, BACKWARD, store=swap)
     if question.group > 1:
         if question.num_heads_kv > 1:
             yield Bug("gqa-head-map", "h % num_heads_kv", FIRST, _by_remainder)
@@ -128,5 +183,14 @@ def _first(columns: int, question: Question, answers: Answers) -> Answers:
     return answers | {n: np.where(np.arange(x.shape[2]) < columns, x, 0.0) for n, x in of.items()}
 
 
-def _swapped(one: str, other: str, question: Question, answers: Answers) -> Answers:
-    return answers | {one: answers[other], other: answers[one]}
+def _dead_rows(question: Question) -> Iterator[Bug]:
+    if not dead(question).any():
+        return
+    yield Bug("dead-rows", "NaN", FIRST, store=partial(spoilt, dead))
+    uniform = with_values("bP", L=lambda c: np.where(np.isneginf(c.L), np.log(c.S.shape[2]), c.L))
+    yield Bug("dead-rows", "mean of v", FIRST, steps={"S": _zero_dead, "bP": uniform})
+
+
+def _zero_dead(c: Context) -> Floats:
+    """Scores of -1e30, say, for all keys of a row: equal, and so is their softmax."""
+    return np.where((c.W > 0).any(axis=2, keepdims=True), STEPS["S"](c), 0.0)

@@ -14,7 +14,6 @@ from rawattn.check.diagnose.engine.question import BY_ROW, OF_SLOTS, Question, s
 from rawattn.check.diagnose.engine.steps import Floats
 
 Ints = np.ndarray
-BITS = (1, 2, 4, 8, 16, 32, 64, 128)
 LETTERS = {"t": "tokens", "h": "heads", "d": "columns"}
 NOWHERE = 1 << 40  # tokens from here there is none
 STATISTICS = (*BY_ROW, "dlse", "e", "w")  # numbers of rows, which lie as (heads, tokens)
@@ -153,8 +152,6 @@ OF_TILES: dict[str, Callable[[int, Geometry], Ints]] = {  # the same, of tiles
         (g.offsets[:-1] // t + g.b) * t
     ),
 }
-
-
 HEADS: dict[str, Callable[[Ints, int, int], Ints]] = {  # head h of so many, a group of so many
     "the next head": lambda h, count, group: (h + 1) % count,
     "the head before": lambda h, count, group: (h - 1) % count,
@@ -194,7 +191,7 @@ def _heads(head: Callable[[Ints, int, int], Ints], g: Geometry) -> At:
 def rows(question: Question, least: int = 1) -> Iterator[Map]:
     """Other rows of the same sequence, as tiles or instructions take them, large ones first."""
     longest = max((*question.lengths_q, *question.lengths_k), default=0)
-    for by in (by for by in BITS[::-1] if least <= by < longest):
+    for by in (by for by in (*TILES[::-1], 4, 2, 1) if least <= by < longest):
         yield from (of_rows(words, by) for words in [*ROWS][: len(ROWS) if by > 1 else 3])
 
 
@@ -204,7 +201,9 @@ def of_rows(words: str, by: int) -> Map:
 
 def sequences(question: Question) -> Iterator[Map]:
     """The same row of another sequence, or counted from another place, which is not the same."""
-    found = ORIGINS | {f"the offset of {x}": partial(_of_others, of) for x, of in OTHERS.items()}
+    found = ORIGINS | {
+        f"the offset of {x}": lambda g, of=of: g.offsets[of(g)] for x, of in OTHERS.items()
+    }
     sizes = TILES if not question.sparse else (*TILES, question.block_size)
     for (words, of_tile), t in itertools.product(OF_TILES.items(), sizes):
         found[words.format(t)] = partial(of_tile, t)
@@ -214,10 +213,6 @@ def sequences(question: Question) -> Iterator[Map]:
             yield Map("sequences", words, partial(_from, origin))
     if any((g.others != g.offsets).any() for g in sides):
         yield Map("sequences", "the offset of the other side, the last row past the end", _clamped)
-
-
-def _of_others(other: Origin, g: Geometry) -> Ints:
-    return np.asarray(g.offsets[other(g)])
 
 
 def heads(question: Question) -> Iterator[Map]:
@@ -275,8 +270,7 @@ def _strided(by: tuple[int, int], head: Ints | None, whole: bool, g: Geometry) -
 
 
 class Order(NamedTuple):
-    """Memory in this order of ``LETTERS``, the last one the fastest; ``each``: of one sequence
-    after the other."""
+    """Memory in this order of ``LETTERS``, the last one the fastest; or so ``each`` sequence."""
 
     letters: str
     each: bool = False
@@ -342,10 +336,9 @@ def _packed(of: Packed, tile: int, g: Geometry) -> At:
 
 def families(question: Question, statistics: bool) -> list[Map]:
     """All maps of row statistics, or of what has columns, whose rows are of one product alone."""
-    found = [*layouts(statistics), *packed(question), *heads(question)]
     of_sequences = [*sequences(question)]
     inside = [*rows(question), *(by.stored for by in of_sequences)] if statistics else []
-    return [*found, *inside, *of_sequences]
+    return [*layouts(statistics), *packed(question), *heads(question), *inside, *of_sequences]
 
 
 def overrun(question: Question) -> Iterator[Map]:

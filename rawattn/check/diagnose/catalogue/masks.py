@@ -1,16 +1,18 @@
-"""Bugs of who sees whom: masks, windows, padding and neighbours."""
+"""Bugs of who sees whom: keys in use, masks, windows, padding, neighbours; rows without keys."""
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
+from functools import partial
 from itertools import product
 from typing import NamedTuple
 
 import numpy as np
 
-from rawattn.check.diagnose.engine.attention import BACKWARD, FIRST, TILES, Bug, See, View, each
-from rawattn.check.diagnose.engine.question import Question
+from rawattn.check.diagnose.engine.attention import FIRST, TILES, Bug, See, View, each, views_of
+from rawattn.check.diagnose.engine.question import BY_ROW, OF_KEYS, OF_SLOTS, Answers, Question
 from rawattn.check.diagnose.engine.steps import OWN_P
+from rawattn.reference.dense import allowed
 
 
 def distances(question: Question, view: View, top_left: bool = False) -> np.ndarray:
@@ -84,12 +86,32 @@ def unmasked(question: Question) -> Iterator[tuple[str, Window]]:
 
 
 def masks(question: Question) -> Iterator[Bug]:
+    if question.seqused_k is not None:
+        yield Bug("seqused-ignored", "every key is seen", see=partial(_used, 1 << 40))
+        for more, words in ((1, "many"), (-1, "few")):
+            yield Bug("seqused-ignored", f"one key too {words} is in use", see=partial(_used, more))
+        if question.mask_window != (-1, -1):
+            text = "the diagonal ends at the last of all keys"
+            yield Bug("seqused-ignored", text, see=each(_at_all_keys))
     for name, form, window in windows(question):
         yield Bug(name, form, FIRST, window.see)
     for form, window in unmasked(question):
         for words, own in (("exp(S - lse)", {}), ("softmax", OWN_P)):
             text = f"{form}, {words}"
-            yield Bug("mask-missing-in-backward", text, BACKWARD, window.see, own)
+            yield Bug("mask-missing-in-backward", text, ("backward",), window.see, own)
+
+
+def _used(more: int, question: Question, views: tuple[View, ...]) -> Sequence[View]:
+    """So many more keys are in use, as far as there are."""
+    used = np.maximum(np.asarray(question.seqused_k).astype(np.int64) + more, 0)
+    return views_of(replace(question, seqused_k=used))
+
+
+def _at_all_keys(question: Question, view: View) -> View:
+    """The keys in use alone, but queries are placed as if all keys were."""
+    allotted = np.diff(question.cu_seqlens_k)[view.sequence]
+    mask = allowed(len(view.rows), int(allotted), question.mask_window)
+    return replace(view, weight=mask[None, :, : len(view.keys)].astype(np.float64))
 
 
 def _more_keys(after: int = 0, before: int = 0, tile: int = 1, of: str = "memory") -> See:
@@ -124,3 +146,60 @@ def neighbours(question: Question) -> Iterator[Bug]:
         for (of, words), tile in product(ways.items(), TILES):
             text, see = f"tile of {tile}{words}", _more_keys(tile=tile, of=of)
             yield Bug("neighbour-leak", text, FIRST, see)
+
+
+def dead(question: Question) -> np.ndarray:
+    """(total_q, num_heads_q): rows of sequences that see no key."""
+    alive = _row_mask(lambda seen: np.asarray(seen.any(axis=2)), question)
+    return ~alive & (question.sequence_of("q") >= 0)[:, None]
+
+
+def _row_mask(of: Callable[[np.ndarray], np.ndarray], question: Question) -> np.ndarray:
+    """What ``of`` makes (heads, n) of who sees whom (heads, n, m), as (total_q, num_heads_q)."""
+    found = np.zeros(question.q.shape[:2], dtype=bool)
+    for view in views_of(question):
+        shape = len(view.heads), len(view.rows)
+        found[view.rows[:, None], view.heads] = np.broadcast_to(of(view.weight > 0), shape).T
+    return found
+
+
+def of_late(question: Question, rows: np.ndarray) -> Iterator[Bug]:
+    """NaN in ``rows`` (total_q, num_heads_q) without a key where the running maximum starts."""
+    sides = zip(("first", "last"), bounds(question), strict=True)
+    ends = [words for words, side in sides if side < math.inf]
+    packed = (t // question.group for t in (48, *TILES) if t % question.group == 0)
+    for words, tile, of in product(ends, TILES, sorted({48, *TILES, *packed})):
+        for more, every in {", and rows without keys": True, "": False}.items():
+            late = partial(_row_mask, partial(_late, tile, of, words == "last", every))
+            if np.array_equal(late(question), rows):
+                form = f"from the {words} visible on, {of} by {tile}{more}"
+                yield Bug("masked-tile-nan", form, FIRST, store=partial(spoilt, late))
+
+
+def _late(tile: int, rows: int, last: bool, every: bool, seen: np.ndarray) -> np.ndarray:
+    """Rows that see keys, or ``every`` one, but none in the tile where the running maximum starts:
+    the first one, or the ``last``, of which a tile of queries sees any."""
+    found, tiles = np.asarray(seen.any(axis=2)), np.arange(seen.shape[2]) // tile
+    found[:] |= every
+    end, none = (np.max, -1) if last else (np.min, len(tiles))
+    for start in range(0, seen.shape[1], rows):
+        here = seen[:, start : start + rows]
+        first = end(np.where(here.any(axis=1), tiles, none), axis=1, initial=none)
+        met = here & (tiles == first[:, None, None])
+        found[:, start : start + rows] &= ~met.any(axis=2) & (first != none)[:, None]
+    return found
+
+
+def spoilt(of: Callable[[Question], np.ndarray], question: Question, answers: Answers) -> Answers:
+    """NaN in these rows, and in the gradients of the keys that they would add to."""
+    found, rows = {name: x.copy() for name, x in answers.items()}, of(question)
+    for name, y in found.items():
+        if name in BY_ROW:
+            y[rows.T] = np.nan
+        elif name in OF_KEYS:
+            for view in views_of(question):
+                if rows[view.rows][:, view.heads].any():
+                    y[view.keys, view.head_kv] = np.nan
+        elif name not in OF_SLOTS:
+            y[rows] = np.nan
+    return found

@@ -4,7 +4,7 @@ last tile of queries, stages of a ring of buffers that hold the tile of another 
 from collections.abc import Callable, Collection, Iterator
 from dataclasses import replace
 from functools import partial
-from itertools import chain, product
+from itertools import product
 from typing import NamedTuple
 
 import numpy as np
@@ -44,10 +44,6 @@ def _each(of: Which, loops: list[Ints], tile: int, _: int) -> list[Ints]:
     return [of(tiles)[:, None] * tile + np.arange(tile) for tiles in loops]
 
 
-def _without_last(lost: Callable[[int], bool], tiles: Ints) -> Ints:
-    return np.append(tiles[:-1], ALL if lost(len(tiles)) else tiles[-1:])
-
-
 def _ring(ring: Ring, cleared: bool, loops: list[Ints], tile: int, n: int) -> list[Ints]:
     """Tiles as a ring has them, as far as they have rows. cleared: in front of every loop."""
     (stages, ahead, lacking, early, drained), found = ring, list[Ints]()
@@ -77,12 +73,10 @@ LOOPS: dict[str, Which] = {
     "counted from the first row, not from the first visible tile on,": lambda tiles: (
         tiles - tiles.min(initial=tiles.max(initial=0))
     ),
+    "of no tile in the last step of an odd number (3, 5, ...)": lambda tiles: (
+        np.append(tiles[:-1], ALL) if len(tiles) > 1 and len(tiles) % 2 else tiles
+    ),
 }
-LOST: dict[str, Callable[[int], bool]] = {  # the last step of so many
-    "of no tile in the last of several steps": lambda n: n > 1,
-    "of no tile in the last step of an odd number (3, 5, ...)": lambda n: n > 1 and n % 2 == 1,
-}
-LOOPS |= {text: partial(_without_last, lost) for text, lost in LOST.items()}
 RINGS = {
     "of a ring of 2 stages into which the first tile of a loop is not loaded": Ring(lacking=0),
     "of a ring of 2 stages into which the last tile of a loop is not loaded": Ring(lacking=-1),
@@ -114,40 +108,32 @@ def candidates(question: Question, stage: str, wrong: Collection[str], b: int) -
     """All of a dense stage that change something ``wrong``, to be tried on sequence ``b`` first."""
     if question.sparse:
         return
-    of_rows = chain(_of_sequences(question), _of_tails(question))
-    yield from (bug for bug in of_rows if stage in bug.stages)
+    if stage in FIRST and question.batch > 1:
+        yield from _of_sequences(question)
     loops = _of_loops(question, stage, {*wrong}, b)
     if stage != "second" or not inputs.OF_FIRST_PASS & {*wrong}:
         yield from map(of_one_pass, loops) if stage == "second" else loops
 
 
 def _of_sequences(question: Question) -> Iterator[Bug]:
-    """Keys of another sequence, all of them, which gradients go to, or as many."""
-    for words, other in maps.OTHERS.items() if question.batch > 1 else ():
+    """Keys of another sequence, all of them, which gradients go to; rows of q behind a sequence."""
+    for words, other in maps.OTHERS.items():
         of = np.minimum(other(maps.geometry(question, "k")), question.batch - 1)
         form = f"the keys are those of {words}"
-        yield Bug("offsets-shifted", form, FIRST, each(_keys_of, of, False))
-        if question.seqused_k is not None:
-            form = f"seqused_k: that of {words}"
-            yield Bug("input-layout", form, FIRST, each(_keys_of, of, True))
-
-
-def _keys_of(of: Ints, own: bool, question: Question, view: View) -> View:
-    """The keys of the sequences ``of`` in the place of everyone's own; ``own``: as many."""
-    b = of[view.sequence]
-    start, stop = question.cu_seqlens_k[view.sequence if own else b :][:2]
-    keys = np.arange(start, min(start + question.lengths_k[b], stop))
-    weight = allowed(len(view.rows), len(keys), question.mask_window)[None].astype(np.float64)
-    return replace(view, keys=keys, weight=weight)
-
-
-def _of_tails(question: Question) -> Iterator[Bug]:
-    """Rows of q behind a sequence, up to the end of its last tile."""
-    for tile, (words, stored) in product(TILES, TAILS.items()) if question.batch > 1 else ():
+        yield Bug("offsets-shifted", form, FIRST, each(_keys_of, of))
+    for tile, (words, stored) in product(TILES, TAILS.items()):
         text = f"behind a sequence, up to the end of its last tile of {tile}, {words}"
         # a store that moves nothing: then all sequences are asked, of which others store rows
         see = each(_owned, tile, stored)
         yield Bug("neighbour-leak", f"rows of q {text}", FIRST, see, store=lambda _, x: x)
+
+
+def _keys_of(of: Ints, question: Question, view: View) -> View:
+    """The keys of the sequences ``of`` in the place of everyone's own."""
+    b = of[view.sequence]
+    keys = question.cu_seqlens_k[b] + np.arange(question.lengths_k[b])
+    weight = allowed(len(view.rows), len(keys), question.mask_window)[None].astype(np.float64)
+    return replace(view, keys=keys, weight=weight)
 
 
 def _owned(tile: int, stored: bool, question: Question, view: View) -> View:

@@ -1,7 +1,6 @@
-"""Bugs of loops over tiles, and of rows that see nothing."""
+"""Bugs of loops over tiles, and of gradients and tangents that lack some, or have others too."""
 
-import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from dataclasses import replace
 from functools import partial
 from itertools import product
@@ -12,10 +11,9 @@ from rawattn.check.diagnose.catalogue.maps import WHOLE, of_rows
 from rawattn.check.diagnose.catalogue.masks import Window, bounds, distances
 from rawattn.check.diagnose.catalogue.partial_sums import Keys, parts_of_keys
 from rawattn.check.diagnose.catalogue.reading import stored
-from rawattn.check.diagnose.catalogue.second_order import with_values
-from rawattn.check.diagnose.engine.attention import FIRST, FORWARD, TILES, Bug, View, each, views_of
-from rawattn.check.diagnose.engine.question import BY_ROW, OF_KEYS, OF_SLOTS, Answers, Question
-from rawattn.check.diagnose.engine.steps import STEPS, Context, Floats
+from rawattn.check.diagnose.engine.attention import FIRST, FORWARD, TILES, Bug, View, each
+from rawattn.check.diagnose.engine.question import Question
+from rawattn.check.diagnose.engine.steps import STEPS, Context, Floats, changed
 
 # of queries (n, 1) and keys (1, m), by their places in a view, which pairs, for a size of tile
 Part = Callable[[np.ndarray, np.ndarray, int, int, int], np.ndarray]
@@ -27,10 +25,6 @@ PARTS: tuple[tuple[str, str, Part], ...] = (
     ("tile-skipped", "last of keys", lambda i, j, n, m, t: j // t == (m - 1) // t),
     ("tile-skipped", "diagonal", lambda i, j, n, m, t: j // t == (i + m - n) // t),
 )
-EDGES = {  # the first key behind each part: class, and how often it counts
-    "the first key behind each part counts twice": ("tile-counted-twice", 2.0),
-    "the first key of each part but the first is left out": ("wrong-keys", 0.0),
-}
 
 
 def tiles(question: Question) -> Iterator[Bug]:
@@ -47,10 +41,10 @@ def tiles(question: Question) -> Iterator[Bug]:
 
 
 def of_splits(question: Question) -> Iterator[Bug]:
-    """A forward pass in parts of the keys, which overlap, lack keys, or have masks of their own."""
+    """A forward pass in parts of the keys, which overlap, or have masks of their own."""
     for at, keys in parts_of_keys(question).items():
-        for words, (name, often) in EDGES.items():
-            yield Bug(name, f"{words}: {at}", FORWARD, each(_at_edges, keys, often))
+        form = f"the first key behind each part counts twice: {at}"
+        yield Bug("tile-counted-twice", form, FORWARD, each(_twice_at_edges, keys))
         if question.mask_window != (-1, -1):
             form = f"the mask counts keys from the start of each part: {at}"
             yield Bug("wrong-keys", form, FORWARD, each(_from_start, keys))
@@ -66,10 +60,9 @@ def _starts(keys: Keys, view: View) -> np.ndarray:
     return np.concatenate([np.arange(0), *parts])
 
 
-def _at_edges(keys: Keys, often: float, question: Question, view: View) -> View:
-    """The key behind each edge between parts counts so often."""
+def _twice_at_edges(keys: Keys, question: Question, view: View) -> View:
     there = np.diff(_starts(keys, view), prepend=0) > 0
-    return replace(view, weight=view.weight * np.where(there, often, 1.0))
+    return replace(view, weight=view.weight * np.where(there, 2.0, 1.0))
 
 
 def _until_masked(tile: int, rows: int, question: Question, view: View) -> View:
@@ -95,73 +88,95 @@ def _often(part: Part, tile: int, factor: float, question: Question, view: View)
     return replace(view, weight=view.weight * np.where(there, factor, 1.0))
 
 
-def dead(question: Question) -> np.ndarray:
-    """(total_q, num_heads_q): rows of sequences that see no key."""
-    alive = _row_mask(lambda seen: np.asarray(seen.any(axis=2)), question)
-    return ~alive & (question.sequence_of("q") >= 0)[:, None]
+# of the place of a tile in a loop over so many: how often it counts
+Factor = Callable[[Context, np.ndarray, int], Floats | np.ndarray]
+RESULTS = {  # that a step gives, by the first of which what is wrong is known
+    **{"e": {"tlse", "ddlse"}, "tO": {"tout", "ddout"}, "dQ": {"dq"}, "dK": {"dk"}, "dV": {"dv"}},
+    **{"gQ": {"gq"}, "gK": {"gk"}, "gV": {"gv"}},
+}
+# terms in words, and by steps the operands of no other term; of tO P is that of P tV, tP P o E
+SUMS: dict[str, dict[str, tuple[str, ...]]] = {
+    "P o E of {e}": {"e": ("E",)},
+    "(P o E) v of {out}": {"tO": ("tP",)},
+    "P {t}v of {out}": {"tO": ("P",)},
+    "P o E, (P o E) v and P {t}v": {"e": ("E",), "tO": ("tP", "P")},
+    "dq": {"dQ": ("dY",)},
+    "dk": {"dK": ("dY",)},
+    "dv": {"dV": ("P",)},
+    "dk and dv": {"dK": ("dY",), "dV": ("P",)},
+    "dS' k of gq": {"gQ": ("tdY",)},
+    "gq": {"gQ": ("tdY", "dY")},
+    "gk": {"gK": ("tdY", "dY")},
+    "gv": {"gV": ("tP",)},
+    "gk and gv": {"gK": ("tdY", "dY"), "gV": ("tP",)},
+}
+OPERANDS = {step: {x for one in SUMS.values() for x in one.get(step, ())} for step in RESULTS}
+OF_QUERIES = ("dK", "dV", "gK", "gV")  # sums over these
+WORDS: dict[str, dict[str, str]] = {
+    "jvp": {"t": "t", "e": "tlse", "out": "tout"},
+    "second": {"t": "dd", "e": "ddlse", "out": "ddout"},
+}
+OVER, LACKS, TWICE, SCALE = "tile-overwrites", "tile-skipped", "tile-counted-twice", "output-scale"
+EVENTS: tuple[tuple[str, str, Factor], ...] = (
+    (OVER, "the last tile alone", lambda c, at, n: at == n - 1),
+    (OVER, "the first tile alone", lambda c, at, n: at == 0),
+    (LACKS, "without the first tile", lambda c, at, n: at > 0),
+    (LACKS, "without the last tile", lambda c, at, n: at < n - 1),
+    (TWICE, "the first tile twice", lambda c, at, n: 1 + (at == 0)),
+    (TWICE, "the last tile twice", lambda c, at, n: 1 + (at == n - 1)),
+    (SCALE, "s inside of the loop from the first tile", lambda c, at, n: c.s ** (n - 1 - at)),
+    (SCALE, "s inside of the loop from the last tile", lambda c, at, n: c.s**at),
+)
+Weights = Callable[[Context, int], Floats]  # of pairs, and along their axis of queries or keys
 
 
-def _row_mask(of: Callable[[np.ndarray], np.ndarray], question: Question) -> np.ndarray:
-    """What ``of`` makes (heads, n) of who sees whom (heads, n, m), as (total_q, num_heads_q)."""
-    found = np.zeros(question.q.shape[:2], dtype=bool)
-    for view in views_of(question):
-        shape = len(view.heads), len(view.rows)
-        found[view.rows[:, None], view.heads] = np.broadcast_to(of(view.weight > 0), shape).T
-    return found
+def sums(question: Question, stage: str, wrong: Collection[str]) -> Iterator[Bug]:
+    """All of a stage that change something ``wrong``; of tiles that look alike large ones first."""
+    longest = max((*question.lengths_q, *question.lengths_k), default=0)
+    found = [x for x in SUMS.items() if RESULTS[next(iter(x[1]))] & {*wrong}]
+    sizes = [tile for tile in TILES[::-1] if tile < longest]
+    for (said, terms), tile in product(found, sizes):
+        for name, words, weights in _weights(question, tile):
+            steps = {x: partial(_summed, x, operands, weights) for x, operands in terms.items()}
+            text = f"{said.format(**WORDS.get(stage, {}))}: {words}, tile of {tile}"
+            yield Bug(name, text, (stage,), steps=steps)
 
 
-def of_late(question: Question, rows: np.ndarray) -> Iterator[Bug]:
-    """NaN in ``rows`` (total_q, num_heads_q) without a key where the running maximum starts."""
-    sides = zip(("first", "last"), bounds(question), strict=True)
-    ends = [words for words, side in sides if side < math.inf]
-    packed = (t // question.group for t in (48, *TILES) if t % question.group == 0)
-    for words, tile, of in product(ends, TILES, sorted({48, *TILES, *packed})):
-        for more, every in {", and rows without keys": True, "": False}.items():
-            late = partial(_row_mask, partial(_late, tile, of, words == "last", every))
-            if np.array_equal(late(question), rows):
-                form = f"from the {words} visible on, {of} by {tile}{more}"
-                yield Bug("masked-tile-nan", form, FIRST, store=partial(_spoilt, late))
+def _weights(question: Question, tile: int) -> Iterator[tuple[str, str, Weights]]:
+    for name, words, factor in EVENTS:
+        yield name, words, partial(_by_tile, factor, tile, 0)
+        for other in (tile, 2 * tile, tile // 2) if question.mask_window != (-1, -1) else ():
+            more = f" of those that {other} rows together see something of"
+            yield name, words + more, partial(_by_tile, factor, tile, other)
+    yield "tail-tile-dropped", "no partial tile", partial(_whole, tile)
 
 
-def _late(tile: int, rows: int, last: bool, every: bool, seen: np.ndarray) -> np.ndarray:
-    """Rows that see keys, or ``every`` one, but none in the tile where the running maximum starts:
-    the first one, or the ``last``, of which a tile of queries sees any."""
-    found, tiles = np.asarray(seen.any(axis=2)), np.arange(seen.shape[2]) // tile
-    found[:] |= every
-    end, none = (np.max, -1) if last else (np.min, len(tiles))
-    for start in range(0, seen.shape[1], rows):
-        here = seen[:, start : start + rows]
-        first = end(np.where(here.any(axis=1), tiles, none), axis=1, initial=none)
-        met = here & (tiles == first[:, None, None])
-        found[:, start : start + rows] &= ~met.any(axis=2) & (first != none)[:, None]
-    return found
+def _summed(step: str, operands: Collection[str], weights: Weights, c: Context) -> Floats:
+    """A step of which these operands' term is weighed."""
+    right = STEPS[step](c)
+    c = changed(c, tP=c.P * c.E) if step == "tO" else c
+    others = {name: 0.0 * getattr(c, name) for name in OPERANDS[step] - {*operands}}
+    alone, by = changed(c, **others), weights(c, int(step not in OF_QUERIES))
+    weighed = changed(alone, **{name: by * getattr(c, name) for name in operands})
+    return np.asarray(right + STEPS[step](weighed) - STEPS[step](alone))
 
 
-def _spoilt(of: Callable[[Question], np.ndarray], question: Question, answers: Answers) -> Answers:
-    """NaN in these rows, and in the gradients of the keys that they would add to."""
-    found, rows = {}, of(question)
-    for name, x in answers.items():
-        y = x.copy()
-        if name in BY_ROW:
-            y[rows.T] = np.nan
-        elif name in OF_KEYS:
-            for view in views_of(question):
-                if rows[view.rows][:, view.heads].any():
-                    y[view.keys, view.head_kv] = np.nan
-        elif name not in OF_SLOTS:
-            y[rows] = np.nan
-        found[name] = y
-    return found
+def _by_tile(of: Factor, tile: int, other: int, c: Context, axis: int) -> Floats:
+    """A factor (n, m) for every tile of keys of which ``other`` queries together see any, or, of 0
+    queries, for every one; of axis 0 for tiles of queries that so many keys are seen by."""
+    seen = (c.W > 0).any(axis=0) | (not other)
+    seen = seen if axis == 1 else seen.T
+    tiles, weight = np.arange(seen.shape[1]) // tile, np.zeros(seen.shape)
+    together = other or len(seen)
+    for start in range(0, len(seen), together):
+        here = slice(start, start + together)
+        there = np.unique(tiles[seen[here].any(axis=0)])
+        known = np.isin(tiles, there)
+        weight[here, known] = of(c, np.searchsorted(there, tiles[known]), len(there))
+    return weight if axis == 1 else weight.T
 
 
-def dead_rows(question: Question) -> Iterator[Bug]:
-    if not dead(question).any():
-        return
-    yield Bug("dead-rows", "NaN", FIRST, store=partial(_spoilt, dead))
-    uniform = with_values("bP", L=lambda c: np.where(np.isneginf(c.L), np.log(c.S.shape[2]), c.L))
-    yield Bug("dead-rows", "mean of v", FIRST, steps={"S": _zero_dead, "bP": uniform})
-
-
-def _zero_dead(c: Context) -> Floats:
-    """Scores of -1e30, say, for all keys of a row: equal, and so is their softmax."""
-    return np.where((c.W > 0).any(axis=2, keepdims=True), STEPS["S"](c), 0.0)
+def _whole(tile: int, c: Context, axis: int) -> Floats:
+    """No pairs of a last tile that is partial."""
+    at, count = np.ogrid[: c.S.shape[1], : c.S.shape[2]][axis], c.S.shape[1 + axis]
+    return np.where(at < count // tile * tile, 1.0, 0.0)

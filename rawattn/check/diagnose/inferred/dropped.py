@@ -10,7 +10,7 @@ from itertools import chain
 import numpy as np
 
 from rawattn.check.diagnose.catalogue.second_order import by_given_out
-from rawattn.check.diagnose.catalogue.tile_sums import OPERANDS, RESULTS
+from rawattn.check.diagnose.catalogue.tiles import OPERANDS, RESULTS
 from rawattn.check.diagnose.engine.attention import Bug
 from rawattn.check.diagnose.engine.question import by_rows, side_of
 from rawattn.check.diagnose.engine.steps import STEPS, Context, Floats, changed

@@ -8,7 +8,7 @@ from functools import partial
 
 import numpy as np
 
-from rawattn.check.diagnose.catalogue import inputs, stages, tile_sums, tiles
+from rawattn.check.diagnose.catalogue import inputs, stages, tiles
 from rawattn.check.diagnose.catalogue.sparse import selection
 from rawattn.check.diagnose.engine.attention import Bug, Given, solve
 from rawattn.check.diagnose.engine.effort import spent
@@ -38,7 +38,7 @@ def bugs(question: Question, answers: Answers, stage: str) -> Iterator[Bug]:
         right, first = sample.found.keys() - wrong, sample.sequence
         families = (
             selection.candidates(question, stage, wrong) if question.sparse else (),
-            tile_sums.candidates(question, stage, wrong),
+            tiles.sums(question, stage, wrong),
             tiles.of_splits(question) if stage == "forward" and not question.sparse else (),
             dropped.bugs(sample),
             inputs.candidates(question, stage, wrong, right, first),

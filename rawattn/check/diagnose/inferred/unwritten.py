@@ -5,7 +5,7 @@ from collections.abc import Iterator
 
 import numpy as np
 
-from rawattn.check.diagnose.catalogue.tiles import dead, of_late
+from rawattn.check.diagnose.catalogue.masks import dead, of_late
 from rawattn.check.diagnose.engine.attention import TILES, Bug, Store, sequences, solve
 from rawattn.check.diagnose.engine.question import OF_KEYS, STAGES, Answers, Question, by_rows
 from rawattn.check.diagnose.evidence.precision import eps_of, finite, rows_off

@@ -5,7 +5,7 @@ from functools import partial
 
 import numpy as np
 
-from rawattn.check.diagnose.catalogue import maps, options
+from rawattn.check.diagnose.catalogue import first_order, maps
 from rawattn.check.diagnose.engine.attention import TILES
 from rawattn.check.diagnose.engine.steps import LOG2_E, STEPS, Context, changed
 from rawattn.check.diagnose.evidence.places import Array, Places, Right, log_sum, places_of
@@ -166,10 +166,10 @@ def _say_sink(said: Said, x: _Rows, sinks: Array, due: Array) -> bool:
     factors = next(sums_of(basis, wanted, MOST), None) if known.any() else None
     if factors is not None:
         text = f"exp({sum_in_words(factors)}), in place of exp(sink)"
-        said.steps |= options.with_sink(partial(_sum_of, factors, "sink"))
+        said.steps |= first_order.with_sink(partial(_sum_of, factors, "sink"))
     elif moved := map_of(x.places.question, [(sinks + np.zeros(top.shape), ...)], told, size):
         by, text = moved[0], f"the sink of other rows and heads: {moved[0].words}"
-        said.steps |= options.with_sink(
+        said.steps |= first_order.with_sink(
             lambda c: elsewhere.moved(by, c, np.asarray(c.question.sinks)[:, None])
         )
     else:
@@ -297,7 +297,7 @@ def _say_more(said: Said, x: _Rows, mass: Array) -> bool:
             text = f"every key of padding up to {end}"
             text = text if end else f"{by_head(times)} more than the keys that are seen"
             said.say(f"the row sums have {text}", "padded-keys" if end else "denominator")
-            said.steps |= options.with_sink(partial(_and_more, times, of))
+            said.steps |= first_order.with_sink(partial(_and_more, times, of))
             return True
     return False
 
