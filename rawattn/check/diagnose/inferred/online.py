@@ -24,7 +24,7 @@ TENSORS = {
     "jvp": {"out": "jvp out", "lse": "jvp lse", "e": "tlse", "tout": "tout"},
 }
 SUMS = {
-    "forward": partial_sums.RESCALED,
+    "forward": (("out",), ("row_sum",), ("out", "row_sum")),
     "jvp": (
         *(("e",), ("tout", "ptv"), ("e", "tout", "ptv"), ("out",), ("row_sum",)),
         *(("out", "tout", "ptv"), ("tout",), ("ptv",)),

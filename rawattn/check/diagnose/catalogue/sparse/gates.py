@@ -114,11 +114,11 @@ def _in_slots(of: Slots, question: Question, view: View) -> View:
     return replace(view, slot=slot)
 
 
-def _by_place(order: str, own: bool, question: Question, view: View) -> View:
-    """A view with factors by a block's place in the walk; ``own``: its own block counts."""
+def _by_place(order: str, question: Question, view: View) -> View:
+    """A view with factors by a block's place in the walk, an own block that none names apart."""
     if view.slot is None or not question.slots:
         return view
-    walked = replace(view, weight=view.weight * (own | (view.slot >= 0)))
+    walked = replace(view, weight=view.weight * (view.slot >= 0))
     place, _ = walks.in_walk(walks.ORDERS[order], question, walked)
     return replace(view, slot=np.where(view.slot < 0, -1, np.minimum(place, question.slots - 1)))
 
@@ -141,13 +141,11 @@ def _of_the_last(x: Lists) -> Lists:
 
 
 CHANGES: dict[str, Change] = {words: partial(_in_slots, of) for words, of in SLOTS.items()}
-PLACE = "that of its place in the sorted list of blocks"
 KEPT = "that of its place among the slots that are walked, without padding and repeats"
 OTHERS: dict[str, See] = {
     "blocks ascending": listed(partial(_sorted, lambda x: x.named)),
     "padding last": listed(partial(_sorted, lambda x: ~x.is_block)),
     "of a block that is named twice that of the last slot": listed(_of_the_last),
-    PLACE: each(_by_place, "blocks ascending", False),
-    f"{PLACE}, the own one among them": each(_by_place, "blocks ascending", True),
-    KEPT: each(_by_place, "in the order of the slots", False),
+    "that of its place in the sorted list of blocks": each(_by_place, "blocks ascending"),
+    KEPT: each(_by_place, "in the order of the slots"),
 }

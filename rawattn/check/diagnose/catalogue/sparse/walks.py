@@ -11,7 +11,7 @@ import numpy as np
 from rawattn.check.diagnose.catalogue import stages
 from rawattn.check.diagnose.engine.attention import BACKWARD, FORWARD, RESULTS, Bug, View, each
 from rawattn.check.diagnose.engine.question import Question
-from rawattn.check.diagnose.engine.steps import STEPS, Context, Floats, Step, changed
+from rawattn.check.diagnose.engine.steps import STEPS, Context, Floats, changed
 
 Ints = np.ndarray
 Order = Callable[[Ints, Ints, int], Ints]  # of slots, -1 for the own block, blocks, slots' number
@@ -31,7 +31,6 @@ SHARES: dict[str, Share] = {
     "at most {}, the first": lambda p, n, t: p < t,
     "in whole lots of {} alone": lambda p, n, t: p < n // t * t,
 }
-READS = {"K in Q K^T, V in P V": ("Y", "O"), "K in Q K^T": ("Y",), "V in P V": ("O",)}
 Places = Callable[[Question, View], tuple[Ints, Ints]]
 
 
@@ -154,39 +153,11 @@ def _kept(order: Order, share: Share, lot: int, question: Question, view: View) 
     return replace(view, weight=view.weight * share(place, count, lot))
 
 
-# arrays that have a row for the place in a list, and the steps that read them
-BY_PLACE = {"q": "Y dK", "dout": "dP dV", "q and dout": "Y dK dP dV"}
-
-
-def of_places(question: Question) -> Iterator[Bug]:
-    """Rows of a backward pass by the place in a block's list, not by the query that is there."""
-    for names, steps in BY_PLACE.items():
-        text = f"{names} by the place in a block's list of queries, not by the query there"
-        planted = {step: partial(_by_place, step) for step in steps.split()}
-        yield Bug("sparse-inverted-lists", text, BACKWARD, steps=planted)
-
-
-def _by_place(step: str, c: Context) -> Floats:
-    """A step whose operand of queries, for every pair, is that of the row of its place."""
-    place, _ = in_lists(c.question, c.view)
-    rows = np.maximum(place, 0)
-    if step in ("Y", "dP"):
-        return np.asarray(np.take_along_axis(STEPS[step](c), rows, axis=1))
-    found = {name: np.zeros_like(getattr(c, name)) for name in ("P", "dY")}
-    heads, _, keys = np.ogrid[: place.shape[0], :1, : place.shape[2]]
-    for name, x in found.items():
-        np.add.at(x, (heads, rows, keys), np.where(place >= 0, getattr(c, name), 0.0))
-    return np.asarray(STEPS[step](changed(c, **found)))
-
-
 def stale(question: Question) -> Iterator[Bug]:
-    """k or v of a block from the stage of another step of a query's walk."""
+    """v of a block from the stage of another step of a query's walk."""
     for (of, order), (words, which) in product(ORDERS.items(), stages.LOOPS.items()):
-        taken = partial(_taken, order, which)
-        ways: dict[str, Step] = {"Y": partial(_scores_of, taken), "O": partial(_values_of, taken)}
-        for operands, read in READS.items():
-            text = f"{operands} {words} of the blocks that a query walks, {of}"
-            yield Bug("stale-tile", text, FORWARD, steps={x: ways[x] for x in read})
+        text = f"V in P V {words} of the blocks that a query walks, {of}"
+        yield Bug("stale-tile", text, FORWARD, steps={"O": partial(_stale_out, order, which)})
 
 
 def _taken(order: Order, which: stages.Which, c: Context) -> Ints:
@@ -207,15 +178,10 @@ def _taken(order: Order, which: stages.Which, c: Context) -> Ints:
     return taken
 
 
-def _scores_of(taken: Callable[[Context], Ints], c: Context) -> Floats:
-    scores = np.pad(STEPS["Y"](c), [(0, 0), (0, 0), (0, 1)])
-    return np.take_along_axis(scores, taken(c), axis=2)
-
-
-def _values_of(taken: Callable[[Context], Ints], c: Context) -> Floats:
+def _stale_out(order: Order, which: stages.Which, c: Context) -> Floats:
     P = np.zeros((*c.P.shape[:2], c.P.shape[2] + 1))
     heads, rows = np.ogrid[: P.shape[0], : P.shape[1]]
-    np.add.at(P, (heads[..., None], rows[..., None], taken(c)), c.P)
+    np.add.at(P, (heads[..., None], rows[..., None], _taken(order, which, c)), c.P)
     return np.asarray(STEPS["O"](changed(c, P=P[..., :-1])))
 
 
