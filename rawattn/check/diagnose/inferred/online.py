@@ -103,7 +103,7 @@ def _merges(sample: Sample, c: Context, found: dict[str, Floats]) -> list[Bug]:
     near.sort(key=lambda one: one[0])
     alike = [bug for total, bug in near[:ALIKE] if total <= near[0][0] + SAME]
     if len(alike) > MOST:  # most splits of few keys are the same
-        return sorted(alike, key=sample.of_wrong)[:MOST]
+        return sorted(alike, key=lambda bug: sum(sample.of_wrong(bug).values()))[:MOST]
     return [bug for _, bug in near[:MOST]]
 
 

@@ -160,8 +160,8 @@ def stale(question: Question) -> Iterator[Bug]:
         yield Bug("stale-tile", text, FORWARD, steps={"O": partial(_stale_out, order, which)})
 
 
-def _taken(order: Order, which: stages.Which, c: Context) -> Ints:
-    """The key taken for each (heads, n, m), the same of another block; m for one that is unseen."""
+def _stale_out(order: Order, which: stages.Which, c: Context) -> Floats:
+    """P V where the rows of V, at the same places, are those of another block of the walk."""
     keys, size = c.W.shape[2], c.question.block_size
     place, count = in_walk(order, c.question, c.view)
     blocks = np.full((*place.shape[:2], int(count.max(initial=0)) + 1), -1)
@@ -170,19 +170,11 @@ def _taken(order: Order, which: stages.Which, c: Context) -> Ints:
     steps = np.zeros((blocks.shape[2] + 1, blocks.shape[2]), dtype=np.int64)
     for n in range(1, len(steps)):
         steps[n, :n] = np.minimum(which(np.arange(n)), n)  # behind the last one there is none
-    taken = np.full(place.shape, keys)
     other = blocks[h, i, steps[count[h, i, 0], place[h, i, j]]]
     key = np.where(other < 0, keys, np.minimum(other * size + j % size, keys))
-    there = np.pad(place >= 0, [(0, 0), (0, 0), (0, 1)])[h, i, key]
-    taken[h, i, j] = np.where(there, key, keys)
-    return taken
-
-
-def _stale_out(order: Order, which: stages.Which, c: Context) -> Floats:
-    P = np.zeros((*c.P.shape[:2], c.P.shape[2] + 1))
-    heads, rows = np.ogrid[: P.shape[0], : P.shape[1]]
-    np.add.at(P, (heads[..., None], rows[..., None], _taken(order, which, c)), c.P)
-    return np.asarray(STEPS["O"](changed(c, P=P[..., :-1])))
+    P = np.zeros((*place.shape[:2], keys + 1))
+    np.add.at(P, (h, i, key), c.P[h, i, j])
+    return np.asarray(STEPS["O"](changed(c, P=P[..., :-1] * (place >= 0))))
 
 
 def _weighed(step: str, places: Places, share: Share, lot: int, c: Context) -> Floats:
