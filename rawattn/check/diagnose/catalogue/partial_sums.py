@@ -39,8 +39,7 @@ class Parts(NamedTuple):
 
     @property
     def lses(self) -> Floats:
-        with np.errstate(divide="ignore"):
-            return np.asarray(self.tops + np.log(self.row_sums))
+        return np.asarray(self.tops + np.log(self.row_sums))
 
     @property
     def outs(self) -> Floats:
@@ -163,26 +162,19 @@ def _lazily(least: float) -> Way:
     return lambda f, r: (np.where(f > np.exp(-least), 1.0, f), 1.0)
 
 
-def _late(first: float) -> Way:
-    """By the factor of the step before, which is ``first`` at the first one."""
-
-    def way(factors: Floats, _: Floats) -> tuple[Floats, float]:
-        late = np.concatenate([np.ones_like(factors[:1]), factors[:-1]])
-        late[1:2] = first
-        return late, 1.0
-
-    return way
+def _late(factors: Floats, _: Floats) -> tuple[Floats, float]:
+    """By the factor of the step before, which is 0 for the first."""
+    first, second = np.ones_like(factors[:1]), np.zeros_like(factors[1:2])
+    return np.concatenate([first, second, factors[1:-1]]), 1.0
 
 
-RESCALED = (("out",), ("row_sum",), ("out", "row_sum"))
 WAYS: dict[str, Way] = {  # f: factors; r: row sums
     "not rescaled": _power(0),
     "rescaled after the new tile is added": lambda f, r: (f, f),
     "of weights beside the maximum before the tile": lambda f, r: (f, 1 / f),
     "rescaled twice": _power(2),
     "by the inverse factor": _power(-1),
-    "by the factor of the step before": _late(1.0),
-    "by the factor of the step before, 0 at first": _late(0.0),
+    "by the factor of the step before, 0 at first": _late,
     "by exp2 of natural units": _power(LN_2),
     "by exp of units of base 2": _power(1 / LN_2),
     "of the last tile alone": lambda f, r: (0.0, 1.0),

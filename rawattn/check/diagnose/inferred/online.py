@@ -24,7 +24,7 @@ TENSORS = {
     "jvp": {"out": "jvp out", "lse": "jvp lse", "e": "tlse", "tout": "tout"},
 }
 SUMS = {
-    "forward": partial_sums.RESCALED,
+    "forward": (("out",), ("row_sum",), ("out", "row_sum")),
     "jvp": (
         *(("e",), ("tout", "ptv"), ("e", "tout", "ptv"), ("out",), ("row_sum",)),
         *(("out", "tout", "ptv"), ("tout",), ("ptv",)),
@@ -103,7 +103,7 @@ def _merges(sample: Sample, c: Context, found: dict[str, Floats]) -> list[Bug]:
     near.sort(key=lambda one: one[0])
     alike = [bug for total, bug in near[:ALIKE] if total <= near[0][0] + SAME]
     if len(alike) > MOST:  # most splits of few keys are the same
-        return sorted(alike, key=sample.of_wrong)[:MOST]
+        return sorted(alike, key=lambda bug: sum(sample.of_wrong(bug).values()))[:MOST]
     return [bug for _, bug in near[:MOST]]
 
 

@@ -105,13 +105,9 @@ NUMBERS = {
 }
 
 
-class Read(NamedTuple):
-    """What was read of some numbers (num_heads_q, total_q), those that are ``known``: how much more
-    they are than they must be, and what rounding leaves of one."""
-
-    known: np.ndarray
-    added: Floats
-    noise: Floats
+# of numbers (num_heads_q, total_q) which are known, how much more they are than they must be, and
+# what rounding leaves of one
+Read = tuple[np.ndarray, Floats, Floats]
 
 
 def bugs(sample: Sample) -> Iterator[Bug]:
@@ -125,7 +121,7 @@ def bugs(sample: Sample) -> Iterator[Bug]:
         told = sorted(moved & sample.wrong.keys() - {*OF_KEYS}, key=lambda n: n in BY_ROW)
         if told and moved - {*OF_KEYS, "gq"} <= sample.wrong.keys():  # these have kernels apart
             read = _read(sample, told[0], by_rows(told[0], one[told[0]]))
-            yield from _told(rows, number, read) if read else ()
+            yield from _told(rows, number, *read) if read else ()
 
 
 def _read(sample: Sample, tensor: str, one: Floats) -> Read | None:
@@ -144,18 +140,20 @@ def _read(sample: Sample, tensor: str, one: Floats) -> Read | None:
     clear = off <= rounded or allowed**2 <= CLEAR * off**2
     if not clear or np.linalg.norm(due - added[..., None] * by) > allowed:
         return None
-    return Read(known.T, added.T, (allowed / np.sqrt(known.sum() * size)).T)
+    return known.T, added.T, (allowed / np.sqrt(known.sum() * size)).T
 
 
-def _told(rows: Rows, number: Number, read: Read) -> Iterator[Bug]:
+def _told(
+    rows: Rows, number: Number, known: np.ndarray, added: Floats, noise: Floats
+) -> Iterator[Bug]:
     """What the number of each row is in place of the right one."""
-    right, known, every = number.right, read.known, rows.of(number.right) + read.added
-    x, unit = every[known], read.noise[known]
+    right, every = number.right, rows.of(number.right) + added
+    x, unit = every[known], noise[known]
     forms = _forms(rows, right, known, x, unit)
     close = (f for f in forms if np.mean(((x - f[2](rows)[known]) / unit) ** 2) <= 1)
     name, text, of = next(close, ("", "", lambda _: every))
     if not name and number.text not in BY_ROW:
-        off = known & (abs(read.added) > CLOSE * abs(read.added).max())
+        off = known & (abs(added) > CLOSE * abs(added).max())
         what = f"{every[off].mean():.3g}" if np.ptp(every[off]) < 1e-3 else "other numbers"
         places = "; ".join(where(rows.question, "lse", off.T, known.T))
         name, text = "unknown", f"{what}, not {right or 1}, {places}"

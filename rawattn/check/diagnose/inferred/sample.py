@@ -139,7 +139,7 @@ class Sample:
                 if near:
                     found.append((near, bug))
             exact = [bug for of, bug in found if self._exact(of)]
-            if any(map(self._gives_all, exact[:LOOKED_AT])):
+            if any(self._exact(self.of_wrong(bug)) for bug in exact[:LOOKED_AT]):
                 break
         best: dict[int, Bug] = {}
         for name in self.wrong:
@@ -147,23 +147,19 @@ class Sample:
             if len(first) > each:
                 same = sum(one[0][name] <= first[0][0][name] for one in first)
                 first = first[: max(LOOKED_AT, min(same, ALIKE))]
-                first.sort(key=lambda one: self.of_all(name, self.planted(one[1])[name]))
+                first.sort(key=lambda one: self.of_wrong(one[1])[name])
             best |= {id(bug): bug for _, bug in first[:each]}
         return list(best.values())
 
     def _exact(self, left: Mapping[str, float]) -> bool:
         return all(left.get(name, 1.0) < noise for name, noise in self.wrong.items())
 
-    def _gives_all(self, bug: Bug) -> bool:
-        answers = self.planted(bug)
-        return self._exact({name: self.of_all(name, answers[name]) for name in self.wrong})
-
     def of_all(self, name: str, wanted: Floats) -> float:
         """What a prediction leaves of all of an answer, not of the sample alone."""
         inside = self.question.sequence_of(name) >= 0
         return relative_residual(self.found[name], by_rows(name, wanted), inside)
 
-    def of_wrong(self, bug: Bug) -> float:
+    def of_wrong(self, bug: Bug) -> dict[str, float]:
         """What a bug leaves of all answers that are wrong."""
         planted = self.planted(bug)
-        return sum(self.of_all(name, planted[name]) for name in self.wrong)
+        return {name: self.of_all(name, planted[name]) for name in self.wrong}

@@ -93,7 +93,8 @@ def _of_tangents(question: Question) -> Iterator[Bug]:
     for bug in _listed(question):
         for (more, step), none in product(OF_E.items(), (0.0, np.inf, -np.inf)):
             softmax = partial(_by_right_lse, none)
-            steps: dict[str, Step] = {**bug.steps, "softmax": softmax, "O": _right_out, "tO": step}
+            steps: dict[str, Step] = {**bug.steps, "softmax": softmax, "tO": step}
+            steps["O"] = lambda c: of_view(c, "out", _right(c.question)["out"])
             yield Bug(bug.name, bug.variant + more, ("jvp",), bug.see, steps)
 
 
@@ -101,10 +102,6 @@ def _by_right_lse(none: float, c: Context) -> tuple[Floats, Floats]:
     right = of_view(c, "lse", _right(c.question)["lse"])
     L = np.where(np.isneginf(right), none, right)[..., None]
     return right, np.where(np.isneginf(c.S), 0.0, np.exp(c.S - L))
-
-
-def _right_out(c: Context) -> Floats:
-    return of_view(c, "out", _right(c.question)["out"])
 
 
 @lru_cache(maxsize=4)

@@ -32,9 +32,9 @@ def bugs(question: Question, different: Callable[[See], bool]) -> Iterator[Bug]:
     rows += LEFT_OUT if np.any(np.asarray(question.block_scale) != 1) else ()
     yield from (Bug(name, words, stages, steps=steps) for name, words, stages, steps in rows)
     yield from (Bug(ORDER, words, see=see) for words, see in OTHERS.items() if different(see))
-    for words, change in CHANGES.items():
-        if different(see := each(change)):
-            gated = {name: with_values(name, G=partial(_gate_of, change)) for name in GATED}
+    for words, of in SLOTS.items():
+        if different(see := each(_in_slots, of)):
+            gated = {name: with_values(name, G=partial(_gate_of, of)) for name in GATED}
             yield Bug(ORDER, words, steps=gated)
             yield Bug(ORDER, f"{words}, and in the gradient", see=see)
 
@@ -95,7 +95,6 @@ def _of_head(head: int, heads: int, name: str, c: Context) -> Floats:
 
 # of slots (heads, n, m), -1 of an own block that none names, keys of own blocks, slots' number
 Slots = Callable[[Ints, Ints, int], Ints]
-Change = Callable[[Question, View], View]
 SLOTS: dict[str, Slots] = {
     "that of the last slot for the own block": lambda slot, own, n: slot % n,
     "that of the first slot for the own block": lambda slot, own, n: np.maximum(slot, 0),
@@ -114,17 +113,17 @@ def _in_slots(of: Slots, question: Question, view: View) -> View:
     return replace(view, slot=slot)
 
 
-def _by_place(order: str, own: bool, question: Question, view: View) -> View:
-    """A view with factors by a block's place in the walk; ``own``: its own block counts."""
+def _by_place(order: str, question: Question, view: View) -> View:
+    """A view with factors by a block's place in the walk, an own block that none names apart."""
     if view.slot is None or not question.slots:
         return view
-    walked = replace(view, weight=view.weight * (own | (view.slot >= 0)))
+    walked = replace(view, weight=view.weight * (view.slot >= 0))
     place, _ = walks.in_walk(walks.ORDERS[order], question, walked)
     return replace(view, slot=np.where(view.slot < 0, -1, np.minimum(place, question.slots - 1)))
 
 
-def _gate_of(change: Change, c: Context) -> Floats | float:
-    return per_key(change(c.question, c.view), c.question.block_scale, 1.0)
+def _gate_of(slots: Slots, c: Context) -> Floats | float:
+    return per_key(_in_slots(slots, c.question, c.view), c.question.block_scale, 1.0)
 
 
 def _sorted(order: Callable[[Lists], Ints], x: Lists) -> Lists:
@@ -140,14 +139,11 @@ def _of_the_last(x: Lists) -> Lists:
     return replace(x, times=np.concatenate([last, x.walked[..., -1:]], axis=2))
 
 
-CHANGES: dict[str, Change] = {words: partial(_in_slots, of) for words, of in SLOTS.items()}
-PLACE = "that of its place in the sorted list of blocks"
 KEPT = "that of its place among the slots that are walked, without padding and repeats"
 OTHERS: dict[str, See] = {
     "blocks ascending": listed(partial(_sorted, lambda x: x.named)),
     "padding last": listed(partial(_sorted, lambda x: ~x.is_block)),
     "of a block that is named twice that of the last slot": listed(_of_the_last),
-    PLACE: each(_by_place, "blocks ascending", False),
-    f"{PLACE}, the own one among them": each(_by_place, "blocks ascending", True),
-    KEPT: each(_by_place, "in the order of the slots", False),
+    "that of its place in the sorted list of blocks": each(_by_place, "blocks ascending"),
+    KEPT: each(_by_place, "in the order of the slots"),
 }

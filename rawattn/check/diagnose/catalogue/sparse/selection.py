@@ -49,7 +49,7 @@ def of_weights(question: Question) -> Iterator[Bug]:
 def candidates(question: Question, stage: str, wrong: Collection[str]) -> Iterator[Bug]:
     """More of a stage, tried on one sequence: other arrays, parts of walks, tiles."""
     of_walks = chain(walks.cut(question), walks.bugs(question, wrong), walks.stale(question))
-    of_lists = chain(misread(question), gates.misread(question), walks.of_places(question))
+    of_lists = chain(misread(question), gates.misread(question))
     every = chain(of_lists, of_walks, tiles(question))
     yield from (bug for bug in every if stage in bug.stages)
 

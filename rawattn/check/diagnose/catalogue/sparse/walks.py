@@ -11,7 +11,7 @@ import numpy as np
 from rawattn.check.diagnose.catalogue import stages
 from rawattn.check.diagnose.engine.attention import BACKWARD, FORWARD, RESULTS, Bug, View, each
 from rawattn.check.diagnose.engine.question import Question
-from rawattn.check.diagnose.engine.steps import STEPS, Context, Floats, Step, changed
+from rawattn.check.diagnose.engine.steps import STEPS, Context, Floats, changed
 
 Ints = np.ndarray
 Order = Callable[[Ints, Ints, int], Ints]  # of slots, -1 for the own block, blocks, slots' number
@@ -31,7 +31,6 @@ SHARES: dict[str, Share] = {
     "at most {}, the first": lambda p, n, t: p < t,
     "in whole lots of {} alone": lambda p, n, t: p < n // t * t,
 }
-READS = {"K in Q K^T, V in P V": ("Y", "O"), "K in Q K^T": ("Y",), "V in P V": ("O",)}
 Places = Callable[[Question, View], tuple[Ints, Ints]]
 
 
@@ -154,43 +153,15 @@ def _kept(order: Order, share: Share, lot: int, question: Question, view: View) 
     return replace(view, weight=view.weight * share(place, count, lot))
 
 
-# arrays that have a row for the place in a list, and the steps that read them
-BY_PLACE = {"q": "Y dK", "dout": "dP dV", "q and dout": "Y dK dP dV"}
-
-
-def of_places(question: Question) -> Iterator[Bug]:
-    """Rows of a backward pass by the place in a block's list, not by the query that is there."""
-    for names, steps in BY_PLACE.items():
-        text = f"{names} by the place in a block's list of queries, not by the query there"
-        planted = {step: partial(_by_place, step) for step in steps.split()}
-        yield Bug("sparse-inverted-lists", text, BACKWARD, steps=planted)
-
-
-def _by_place(step: str, c: Context) -> Floats:
-    """A step whose operand of queries, for every pair, is that of the row of its place."""
-    place, _ = in_lists(c.question, c.view)
-    rows = np.maximum(place, 0)
-    if step in ("Y", "dP"):
-        return np.asarray(np.take_along_axis(STEPS[step](c), rows, axis=1))
-    found = {name: np.zeros_like(getattr(c, name)) for name in ("P", "dY")}
-    heads, _, keys = np.ogrid[: place.shape[0], :1, : place.shape[2]]
-    for name, x in found.items():
-        np.add.at(x, (heads, rows, keys), np.where(place >= 0, getattr(c, name), 0.0))
-    return np.asarray(STEPS[step](changed(c, **found)))
-
-
 def stale(question: Question) -> Iterator[Bug]:
-    """k or v of a block from the stage of another step of a query's walk."""
+    """v of a block from the stage of another step of a query's walk."""
     for (of, order), (words, which) in product(ORDERS.items(), stages.LOOPS.items()):
-        taken = partial(_taken, order, which)
-        ways: dict[str, Step] = {"Y": partial(_scores_of, taken), "O": partial(_values_of, taken)}
-        for operands, read in READS.items():
-            text = f"{operands} {words} of the blocks that a query walks, {of}"
-            yield Bug("stale-tile", text, FORWARD, steps={x: ways[x] for x in read})
+        text = f"V in P V {words} of the blocks that a query walks, {of}"
+        yield Bug("stale-tile", text, FORWARD, steps={"O": partial(_stale_out, order, which)})
 
 
-def _taken(order: Order, which: stages.Which, c: Context) -> Ints:
-    """The key taken for each (heads, n, m), the same of another block; m for one that is unseen."""
+def _stale_out(order: Order, which: stages.Which, c: Context) -> Floats:
+    """P V where the rows of V, at the same places, are those of another block of the walk."""
     keys, size = c.W.shape[2], c.question.block_size
     place, count = in_walk(order, c.question, c.view)
     blocks = np.full((*place.shape[:2], int(count.max(initial=0)) + 1), -1)
@@ -199,24 +170,11 @@ def _taken(order: Order, which: stages.Which, c: Context) -> Ints:
     steps = np.zeros((blocks.shape[2] + 1, blocks.shape[2]), dtype=np.int64)
     for n in range(1, len(steps)):
         steps[n, :n] = np.minimum(which(np.arange(n)), n)  # behind the last one there is none
-    taken = np.full(place.shape, keys)
     other = blocks[h, i, steps[count[h, i, 0], place[h, i, j]]]
     key = np.where(other < 0, keys, np.minimum(other * size + j % size, keys))
-    there = np.pad(place >= 0, [(0, 0), (0, 0), (0, 1)])[h, i, key]
-    taken[h, i, j] = np.where(there, key, keys)
-    return taken
-
-
-def _scores_of(taken: Callable[[Context], Ints], c: Context) -> Floats:
-    scores = np.pad(STEPS["Y"](c), [(0, 0), (0, 0), (0, 1)])
-    return np.take_along_axis(scores, taken(c), axis=2)
-
-
-def _values_of(taken: Callable[[Context], Ints], c: Context) -> Floats:
-    P = np.zeros((*c.P.shape[:2], c.P.shape[2] + 1))
-    heads, rows = np.ogrid[: P.shape[0], : P.shape[1]]
-    np.add.at(P, (heads[..., None], rows[..., None], taken(c)), c.P)
-    return np.asarray(STEPS["O"](changed(c, P=P[..., :-1])))
+    P = np.zeros((*place.shape[:2], keys + 1))
+    np.add.at(P, (h, i, key), c.P[h, i, j])
+    return np.asarray(STEPS["O"](changed(c, P=P[..., :-1] * (place >= 0))))
 
 
 def _weighed(step: str, places: Places, share: Share, lot: int, c: Context) -> Floats:
