@@ -1,6 +1,6 @@
 """What weights are in place of the right ones: who sees whom, its class, and which scores."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
 
@@ -16,9 +16,8 @@ from rawattn.check.diagnose.evidence.support import LESS, MORE, OTHER, Support, 
 from rawattn.check.diagnose.read import elsewhere
 from rawattn.check.diagnose.read.contexts import context_of
 from rawattn.check.diagnose.read.fields import Field
-from rawattn.check.diagnose.read.lists import bugs_of
 from rawattn.check.diagnose.read.probe import Weights
-from rawattn.check.diagnose.read.said import COARSE, Said
+from rawattn.check.diagnose.read.said import COARSE, Said, of_lists
 from rawattn.check.diagnose.read.sums import say_passed, say_sums, say_values
 from rawattn.check.diagnose.read.terms import Term, adding, term_of
 
@@ -56,14 +55,6 @@ def said_of(read: Weights, second: Callable[[], Weights], support: Support | Non
         say_passed(said) if read.passed else say_sums(said, second)
     say_values(said)
     return said
-
-
-def of_lists(read: Weights, again: Callable[[], Weights]) -> Iterator[Said]:
-    """Of block-sparse attention the listed bugs that give all weights."""
-    for bug in bugs_of(read, again) if read.places.question.sparse else ():
-        said = Said(read, Support(read.places, read.places.rights & read.seen, ()))
-        said.say_listed(bug)
-        yield said
 
 
 def _say_scores(said: Said, x: Field, second: Callable[[], Weights]) -> None:
