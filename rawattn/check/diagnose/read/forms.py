@@ -12,8 +12,7 @@ from rawattn.check.diagnose.catalogue import maps
 from rawattn.check.diagnose.engine.attention import STEPS, TILES, Context, deltas
 from rawattn.check.diagnose.engine.question import Question
 from rawattn.check.diagnose.engine.steps import changed, times
-from rawattn.check.diagnose.read.elsewhere import moved, rows_of
-from rawattn.check.diagnose.read.fields import sum_in_words, sums_of
+from rawattn.check.diagnose.read.fields import moved, rows_of, sum_in_words, sums_of
 from rawattn.check.diagnose.read.part import Part
 from rawattn.check.diagnose.read.terms import of_columns
 
@@ -163,7 +162,7 @@ def _others(question: Question) -> Iterator[tuple[str, str, Of]]:
 
 
 def _moved(by: maps.Map, c: Context) -> Array:
-    return moved(by, c, deltas(c.question, c.given))[..., None]
+    return moved(by, lambda c: deltas(c.question, c.given), c)[..., None]
 
 
 def _over(which: Which, tile: int, c: Context) -> Array:

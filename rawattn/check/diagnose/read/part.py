@@ -10,11 +10,10 @@ import numpy as np
 from rawattn.check.diagnose.engine.attention import Context
 from rawattn.check.diagnose.engine.question import Question
 from rawattn.check.diagnose.evidence.places import Array, Places, Right, places_of
-from rawattn.check.diagnose.read import lists
 from rawattn.check.diagnose.read.contexts import backward_of
 from rawattn.check.diagnose.read.fields import Field
 from rawattn.check.diagnose.read.probe import TINY, Backward
-from rawattn.check.diagnose.read.said import Said
+from rawattn.check.diagnose.read.said import Said, listed_scores
 from rawattn.reference.dense import dead_to_inf
 
 CLEAR = 0.2  # of the typical dP - D, at least, where dS tells anything
@@ -31,7 +30,7 @@ class Part:
         self.seen = places.rights if said is None else said.support.at(places)
         self.said, self.name = said, name
         if said is not None and said.listed is not None:
-            slope = lists.scores_of(said.listed, places, self.slopes.S)[1]
+            slope = listed_scores(said.listed, places, self.slopes.S)[1]
             self.slopes = replace(self.slopes, slope=slope)
         slopes = self.slopes
         L = np.where(np.isfinite(slopes.L), slopes.L, np.inf)
@@ -57,7 +56,7 @@ class Part:
         c.W = self.seen.astype(np.float64)
         c.P = self._weights(places, c.S, dead_to_inf(np, c.L)[..., None])
         if self.said is not None and self.said.listed is not None:
-            c.G = c.slope = lists.scores_of(self.said.listed, places, c.S)[1]
+            c.G = c.slope = listed_scores(self.said.listed, places, c.S)[1]
         c.dS = c.P * (c.dP - c.D[..., None])
         c.dY = c.slope * c.dS
         return c

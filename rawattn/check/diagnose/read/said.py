@@ -1,23 +1,31 @@
-"""What is said of weights that were read, and what is known of them."""
+"""What is said of weights that were read, and what is known of them; of block-sparse attention by
+bugs of the catalogue."""
 
-from collections.abc import Callable
-from dataclasses import dataclass, field, replace
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
 from functools import cached_property
+from types import SimpleNamespace
 
 import numpy as np
 
 from rawattn.check.diagnose.catalogue.classes import CLASSES
 from rawattn.check.diagnose.catalogue.second_order import JVP, SECOND, of_one_pass
-from rawattn.check.diagnose.engine.attention import BACKWARD, FIRST, Bug, See, Step
-from rawattn.check.diagnose.evidence.places import Array, Places
+from rawattn.check.diagnose.catalogue.sparse import selection
+from rawattn.check.diagnose.engine import attention
+from rawattn.check.diagnose.engine.attention import BACKWARD, FIRST, Bug, See, Step, View, views_of
+from rawattn.check.diagnose.engine.steps import STEPS, changed
+from rawattn.check.diagnose.evidence.places import Array, Places, log_sum
 from rawattn.check.diagnose.evidence.support import Support, pairs_of
-from rawattn.check.diagnose.read import branches, lists
+from rawattn.check.diagnose.read import branches
 from rawattn.check.diagnose.read.contexts import context_of, scores_of
 from rawattn.check.diagnose.read.probe import Weights
 from rawattn.check.diagnose.read.terms import Term
+from rawattn.reference.dense import dead_to_inf
 
 STAGES = {"backward": BACKWARD, "second": SECOND, "jvp": JVP}
 COARSE = 3e-3  # what is left where sums run in TF32: no bug of the weights
+SITES = {"S", "dY", "E", "tdY"}  # steps that have the factors of scores
+NOISE = 8  # times what log-weights may be off by, with a listed bug
 
 
 @dataclass(eq=False)
@@ -49,13 +57,6 @@ class Said:
         scale = of_scale(np.array(term.values), self.support.places)
         self.say(term.text + scale * (term.name == "score-scale"), term.name)
         self.steps |= term.steps
-
-    def say_listed(self, bug: Bug) -> None:
-        """All that was read is what a bug of the catalogue makes of it."""
-        self.listed, self.steps = bug, dict(bug.steps)
-        seen = self.weights.places.rights if bug.see is None else self.support.seen
-        self.support = replace(self.support, seen=seen, listed=bug.see)
-        self.say(_title(bug), bug.name)
 
     @property
     def sound(self) -> bool:
@@ -102,7 +103,7 @@ class Said:
     def scores(self, places: Places, S: Array) -> Array:
         """The scores (num_heads_q, total_q, total_k) with what was found, for the right ones."""
         if self.listed is not None:
-            found, _ = lists.scores_of(self.listed, places, S)
+            found, _ = listed_scores(self.listed, places, S)
             return np.where(np.isneginf(found), S, found)
         return scores_of(context_of(places, S), self.steps)
 
@@ -130,3 +131,61 @@ def of_scale(factors: Array, places: Places) -> str:
     told = (name for name, x in known.items() if np.allclose(factors, x, rtol=5e-3))
     text = " or ".join([name for name in told if abs(known[name] - 1) > 1e-2][:3])
     return f" ({text})" if text else ""
+
+
+def of_lists(read: Weights, again: Callable[[], Weights]) -> Iterator[Said]:
+    """Of block-sparse attention the listed bugs that give all weights on both problems; none where
+    they are right."""
+    views = views_of(read.places.question) if read.places.question.sparse else ()
+    wrong = [view for view in views if not _fits(attention.NO_BUG, read, [view])]
+    if not wrong:
+        return
+    first = min(wrong, key=lambda view: abs(len(view.rows) * len(view.keys) - 1000))
+    for bug in selection.of_weights(read.places.question):
+        of_scores = bug.steps.keys() <= SITES and (bug.see or "S" in bug.steps)
+        if not of_scores or not _fits(bug, read, [first]):
+            continue
+        if all(_fits(bug, x, views_of(x.places.question)) for x in (read, again())):
+            seen = read.places.rights if bug.see is None else read.places.rights & read.seen
+            support = Support(read.places, seen, (), listed=bug.see)
+            said = Said(read, support, steps=dict(bug.steps), listed=bug)
+            said.say(_title(bug), bug.name)
+            yield said
+
+
+def listed_scores(
+    bug: Bug, places: Places, S: Array, views: Sequence[View] | None = None
+) -> tuple[Array, Array]:
+    """The scores (num_heads_q, total_q, total_k) with a bug, -inf of what nobody sees, and their
+    factors, for the right scores ``S``. Raises ValueError where it sees what is no key."""
+    q = places.question
+    views = tuple(views_of(q) if views is None else views)
+    right, found, gates = places.gates, np.full(S.shape, -np.inf), np.ones(S.shape)
+    for view in views if bug.see is None else bug.see(q, views):
+        if (view.keys < 0).any():
+            raise ValueError("it sees rows of zeros")
+        at = np.ix_(view.heads, view.rows, view.keys)
+        c = SimpleNamespace(question=q, view=view, W=view.weight, r=attention.exact, dS=1.0)
+        c.cap = S[at] / np.broadcast_to(right, S.shape)[at], 1.0
+        c.G = attention.per_key(view, q.block_scale, 1.0)
+        step, of = (bug.steps.get(name, STEPS[name]) for name in ("S", "dY"))
+        np.logaddexp.at(found, at, step(c))
+        gates[at] = np.where(view.weight > 0, of(changed(c)), gates[at])
+    return found, gates
+
+
+def _fits(bug: Bug, read: Weights, views: Sequence[View]) -> bool:
+    """Whether these are the weights of ``views``."""
+    try:
+        S, _ = listed_scores(bug, read.places, read.right.S, views)
+    except (IndexError, ValueError):
+        return False
+    for view in views:
+        at = np.ix_(view.heads, view.rows)
+        L = read.right.lse[at] if read.passed else log_sum(S[at])
+        with np.errstate(over="ignore"):
+            P = np.exp(S[at] - dead_to_inf(np, L)[..., None])
+        off = np.abs(P - read.P[at]) > NOISE * read.noise * P + read.least
+        if np.isnan(read.P[at]).any() or off[read.telling[at]].any():
+            return False
+    return True

@@ -14,9 +14,9 @@ from rawattn.check.diagnose.read.fields import Field, by_head, in_heads
 from rawattn.check.diagnose.read.forms import Change, by_own_sums, form_of
 from rawattn.check.diagnose.read.part import Part
 from rawattn.check.diagnose.read.probe import Backward
-from rawattn.check.diagnose.read.said import COARSE, Said, of_scale
+from rawattn.check.diagnose.read.said import COARSE, Said, of_lists, of_scale
 from rawattn.check.diagnose.read.terms import at, of_distance
-from rawattn.check.diagnose.read.weights import BACKWARD_ONLY, of_lists, of_pairs, said_of
+from rawattn.check.diagnose.read.weights import BACKWARD_ONLY, of_pairs, said_of
 from rawattn.reference.dense import dead_to_inf
 
 TRIED = 3  # listed bugs of P that look alike

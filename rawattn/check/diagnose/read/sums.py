@@ -5,15 +5,14 @@ from functools import partial
 
 import numpy as np
 
-from rawattn.check.diagnose.catalogue import first_order, maps
+from rawattn.check.diagnose.catalogue import first_order
 from rawattn.check.diagnose.engine.attention import TILES
 from rawattn.check.diagnose.engine.steps import LOG2_E, STEPS, Context, changed
 from rawattn.check.diagnose.evidence.places import Array, Places, Right, log_sum, places_of
 from rawattn.check.diagnose.evidence.rules import Rule, Span
-from rawattn.check.diagnose.read import elsewhere
+from rawattn.check.diagnose.read import fields
 from rawattn.check.diagnose.read.contexts import of_view
-from rawattn.check.diagnose.read.elsewhere import map_of
-from rawattn.check.diagnose.read.fields import by_head, number, sum_in_words, sums_of
+from rawattn.check.diagnose.read.fields import map_of, moved, sum_in_words, sums_of
 from rawattn.check.diagnose.read.probe import Weights
 from rawattn.check.diagnose.read.said import Said
 from rawattn.check.diagnose.read.terms import of_other_heads
@@ -167,11 +166,10 @@ def _say_sink(said: Said, x: _Rows, sinks: Array, due: Array) -> bool:
     if factors is not None:
         text = f"exp({sum_in_words(factors)}), in place of exp(sink)"
         said.steps |= first_order.with_sink(partial(_sum_of, factors, "sink"))
-    elif moved := map_of(x.places.question, [(sinks + np.zeros(top.shape), ...)], told, size):
-        by, text = moved[0], f"the sink of other rows and heads: {moved[0].words}"
-        said.steps |= first_order.with_sink(
-            lambda c: elsewhere.moved(by, c, np.asarray(c.question.sinks)[:, None])
-        )
+    elif other := map_of(x.places.question, [(sinks + np.zeros(top.shape), ...)], told, size):
+        text = f"the sink of other rows and heads: {other[0].words}"
+        sink = partial(moved, other[0], lambda c: np.asarray(c.question.sinks)[:, None])
+        said.steps |= first_order.with_sink(sink)
     else:
         return False
     said.say(f"the row sums have {text}", "sinks-misplaced")
@@ -180,15 +178,14 @@ def _say_sink(said: Said, x: _Rows, sinks: Array, due: Array) -> bool:
 
 def _say_keys(said: Said, x: _Rows, second: Callable[[], Weights]) -> bool:
     """Whether the row sums are of other keys than the weights, all or by a rule of one bound."""
-    other = None
     for words, of in KEYS.items():
         for rule in (Rule(()), *_bounds(x, of(x.places))):
             if x.fit(_sums(rule, of, x)):
-                other = other or _Rows(said, second())
+                other = _Rows(said, second())
                 if other.fit(_sums(rule, of, other)):
                     with_rule = f" with {rule}" * bool(rule.spans)
                     said.say(f"the row sums are of {words}{with_rule}", "denominator")
-                    said.steps["softmax"] = partial(_over, rule, of)
+                    said.steps["softmax"] = partial(_over_keys, rule, of)
                     return True
     return False
 
@@ -197,7 +194,7 @@ def _sums(rule: Rule, of: Callable[[Places], Array], x: _Rows) -> Array:
     """Their logarithms; rows without these keys tell nothing, where they are few, or are divided by
     1, beside their maximum."""
     found = log_sum(np.where(of(x.places) & rule.holds(x.places), x.S, -np.inf))
-    few = np.isneginf(found).mean(where=x.known) < elsewhere.FEW
+    few = np.isneginf(found).mean(where=x.known) < fields.FEW
     return np.where(np.isneginf(found), x.total if few else x.top, found)
 
 
@@ -215,7 +212,13 @@ def _bounds(x: _Rows, there: Array) -> Iterator[Rule]:
                     yield Rule((span,))
 
 
-def _over(rule: Rule, of: Callable[[Places], Array], c: Context) -> tuple[Array, Array]:
+def _over(L: Callable[[Context], Array], c: Context) -> tuple[Array, Array]:
+    """Weights over exp of other numbers of rows."""
+    by = L(c)
+    return by, np.exp(c.S - dead_to_inf(np, by)[..., None])
+
+
+def _over_keys(rule: Rule, of: Callable[[Places], Array], c: Context) -> tuple[Array, Array]:
     """Weights over the sum of other keys."""
     places = places_of(c.question)
     keys = of_view(c, of(places) & rule.holds(places))
@@ -232,11 +235,12 @@ def _say_mass(said: Said, x: _Rows, due: Array) -> None:
     ratio, mass = (x.total - due)[x.known], np.exp(x.total) - np.exp(due)
     total = np.where(x.known, x.total, np.nan)
     if np.ptp(ratio) < 8 * x.noise:
-        mean = number(float(np.exp(-ratio.mean())))
+        mean = fields.number(float(np.exp(-ratio.mean())))
         said.say(f"the weights of a row sum to {mean}, not 1", "")
-    elif moved := map_of(x.places.question, [(due, ...)], total, x.noise):
-        said.say(f"the row sums are those of other rows: {moved[0].words}", "statistics-misplaced")
-        said.steps["softmax"] = partial(_over_others, moved[0])
+    elif other := map_of(x.places.question, [(due, ...)], total, x.noise):
+        said.say(f"the row sums are those of other rows: {other[0].words}", "statistics-misplaced")
+        lse = partial(moved, other[0], lambda c: Right(places_of(c.question)).lse)
+        said.steps["softmax"] = partial(_over, lse)
     elif x.sinks is not None and (often := _often(x, mass / np.exp(x.sinks))):
         said.say(f"the row sums have exp(sink) {often} too often", "denominator")
     elif _say_more(said, x, mass) or _say_factor(said, x, due):
@@ -258,20 +262,9 @@ def _say_factor(said: Said, x: _Rows, due: Array) -> bool:
     if factors is None:
         return False
     said.say(f"rows are divided by exp({sum_in_words(factors)})", "denominator")
-    said.steps["softmax"] = partial(_over_sum, factors)
+    L = partial(_sum_of, factors, "L")
+    said.steps["softmax"] = lambda c: _over(L, changed(c, softmax=STEPS["softmax"](c)))
     return True
-
-
-def _over_sum(factors: dict[str, float], c: Context) -> tuple[Array, Array]:
-    """Weights over exp of a sum of PARTS."""
-    L = _sum_of(factors, "L", changed(c, softmax=STEPS["softmax"](c)))
-    return L, np.exp(c.S - dead_to_inf(np, L)[..., None])
-
-
-def _over_others(by: maps.Map, c: Context) -> tuple[Array, Array]:
-    """Weights over the sums of other rows."""
-    L = elsewhere.moved(by, c, Right(places_of(c.question)).lse)
-    return L, np.exp(c.S - dead_to_inf(np, L)[..., None])
 
 
 def _often(x: _Rows, times: Array) -> str:
@@ -295,7 +288,7 @@ def _say_more(said: Said, x: _Rows, mass: Array) -> bool:
         left = np.abs(mass / allowed - times[:, None] * unit)[x.known].max()
         if left < 1 and size.any() and (not end or (times == 1).all()):
             text = f"every key of padding up to {end}"
-            text = text if end else f"{by_head(times)} more than the keys that are seen"
+            text = text if end else f"{fields.by_head(times)} more than the keys that are seen"
             said.say(f"the row sums have {text}", "padded-keys" if end else "denominator")
             said.steps |= first_order.with_sink(partial(_and_more, times, of))
             return True

@@ -5,7 +5,7 @@ from collections.abc import Iterator
 import numpy as np
 
 from rawattn.check.diagnose.evidence.tables import ROW, Table
-from rawattn.check.diagnose.read.elsewhere import rows_of
+from rawattn.check.diagnose.read.fields import rows_of
 from rawattn.check.diagnose.read.probe import Backward, Weights
 
 Array = np.ndarray

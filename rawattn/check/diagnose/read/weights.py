@@ -1,6 +1,6 @@
 """What weights are in place of the right ones: who sees whom, its class, and which scores."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
 
@@ -13,12 +13,10 @@ from rawattn.check.diagnose.evidence.rules import Shown, rules_of
 from rawattn.check.diagnose.evidence.sight import mask_rule
 from rawattn.check.diagnose.evidence.structure import where
 from rawattn.check.diagnose.evidence.support import LESS, MORE, OTHER, Support, support_of
-from rawattn.check.diagnose.read import elsewhere
 from rawattn.check.diagnose.read.contexts import context_of
-from rawattn.check.diagnose.read.fields import Field
-from rawattn.check.diagnose.read.lists import bugs_of
+from rawattn.check.diagnose.read.fields import Field, map_of_lse, with_lse
 from rawattn.check.diagnose.read.probe import Weights
-from rawattn.check.diagnose.read.said import COARSE, Said
+from rawattn.check.diagnose.read.said import COARSE, Said, of_lists
 from rawattn.check.diagnose.read.sums import say_passed, say_sums, say_values
 from rawattn.check.diagnose.read.terms import Term, adding, term_of
 
@@ -39,10 +37,10 @@ def said_of(read: Weights, second: Callable[[], Weights], support: Support | Non
         )
     alive = read.alive & read.telling
     due = read.seen & places.rights & alive[..., None]
-    if read.passed and (moved := elsewhere.map_of_lse(read)) is not None:
+    if read.passed and (moved := map_of_lse(read)) is not None:
         said.right += ["scores and softmax_scale", "who sees whom"]
         said.say(f"lse is that of other rows: {moved[0].words}", "statistics-misplaced")
-        said.steps["bP"] = partial(elsewhere.with_lse, *moved)
+        said.steps["bP"] = partial(with_lse, *moved)
         said.support = replace(said.support, seen=places.rights)
         return said
     x = Field(read.logs - read.right.S, due, True, read.noise)
@@ -56,14 +54,6 @@ def said_of(read: Weights, second: Callable[[], Weights], support: Support | Non
         say_passed(said) if read.passed else say_sums(said, second)
     say_values(said)
     return said
-
-
-def of_lists(read: Weights, again: Callable[[], Weights]) -> Iterator[Said]:
-    """Of block-sparse attention the listed bugs that give all weights."""
-    for bug in bugs_of(read, again) if read.places.question.sparse else ():
-        said = Said(read, Support(read.places, read.places.rights & read.seen, ()))
-        said.say_listed(bug)
-        yield said
 
 
 def _say_scores(said: Said, x: Field, second: Callable[[], Weights]) -> None:
