@@ -2,7 +2,6 @@
 with lengths that tell bugs apart and no traps, and then on the case itself. Long by the two ways
 between cases and questions: a change of one must be made in the other."""
 
-import math
 from collections import Counter
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import replace
@@ -198,12 +197,7 @@ def _as_failing(findings: Sequence[Finding]) -> list[Finding]:
 
 
 def explain_failure(
-    sides: dict[str, Candidate],
-    case: Case,
-    *,
-    until: float = math.inf,
-    known: Readings = UNREAD,
-    brief: bool = False,
+    sides: dict[str, Candidate], case: Case, *, until: float, known: Readings, brief: bool
 ) -> Diagnosis:
     """What is wrong with SIDE, which fails on ``case``. The case itself is looked at where the
     small problem shows no bug that has a name, unless it is ``until`` by effort.spent(). known: of
@@ -318,8 +312,9 @@ def _asked(
             raised = finding(*given, title=f"it raises {kind}", look_at=look_at)
             judged[side] = Diagnosis(one.name, (raised,))
             continue
-        found = diagnose(question, _as_due(question, answers), side=side, until=until, **known)
-        strange = _of_dtypes(side, question, answers)
+        due = _as_due(question, answers)
+        found = diagnose(question, due, side=side, until=until, **known)
+        strange = _of_dtypes(side, answers, due)
         judged[side] = replace(found, findings=(*strange, *found.findings))
     return of_sides(" against ".join(judged), judged)
 
@@ -335,11 +330,10 @@ def _read(candidate: Candidate, question: Question) -> Readings:
     return read(question, ask, enough=enough)
 
 
-def _of_dtypes(side: str, question: Question, answers: Answers) -> list[Finding]:
+def _of_dtypes(side: str, answers: Answers, due: Answers) -> list[Finding]:
     """Results of another dtype than they must have; they are judged in that one nonetheless."""
-    due = {n: _dtype(question, n) for n, x in answers.items() if x.dtype.name in DTYPES}
-    wrong = {n: answers[n].dtype for n, dtype in due.items() if answers[n].dtype != dtype}
-    said = [f"{name} is {dtype}; it must be {due[name]}" for name, dtype in wrong.items()]
+    wrong = {n: x.dtype for n, x in answers.items() if x.dtype != due[n].dtype}
+    said = [f"{name} is {dtype}; it must be {due[name].dtype}" for name, dtype in wrong.items()]
     return [finding(side, "wrong-dtype", ", ".join(wrong), "proved", said)] if wrong else []
 
 
