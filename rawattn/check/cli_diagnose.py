@@ -294,8 +294,7 @@ def _of_side(name: str, saved: Saved, question: Question, identify: int) -> Diag
 
 def _worse(diagnosis: Diagnosis) -> tuple[int, int]:
     """What has no name, and how many findings there are."""
-    unknown = [finding for finding in diagnosis.findings if finding.bug == "unknown"]
-    return len(unknown), len(diagnosis.findings)
+    return sum(one.bug == "unknown" for one in diagnosis.findings), len(diagnosis.findings)
 
 
 def _joined(pair: Pair, judged: dict[str, Diagnosis]) -> Diagnosis:

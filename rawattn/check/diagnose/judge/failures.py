@@ -89,8 +89,7 @@ def explain_failures(
     if findings and (first := findings[0]).side == SIDE and not first.sure:
         fewest = min(cases, key=lambda case: (case.num_heads_q, _plainness(case)))
         some = [*(every[name] for name in first.cases[: LEAST - 1]), fewest]  # heads may differ
-        least = _least(candidate, first, some)
-        findings[0] = replace(first, least=least or first.least)
+        findings[0] = replace(first, least=_least(candidate, first, some) or first.least)
     return replace(joined, findings=tuple(findings))
 
 
@@ -172,10 +171,9 @@ def _gives(
 
 def _least(candidate: Candidate, f: Finding, cases: Sequence[Case]) -> str:
     """All that is wrong on the smallest problem of the stage of a finding, in the fewest words."""
-    stages = [x for x in STAGES if x in f.stages or PASSES[x] in f.where] or STAGES
-    for stage in stages:
+    for stage in [x for x in STAGES if x in f.stages or PASSES[x] in f.where] or STAGES:
         if (one := of_stage(candidate, stage)) is not None:
-            asker = Asker(one, stage, partial(question_of, clean=True), answers_of)
+            asker = Asker(one, stage, partial(question_of, clean=True), partial(answers_of, one))
             kinds = [*{replace(case, dtype=""): case for case in map(small, cases)}.values()]
             told = [*filter(None, (least(asker, candidate.fit(x)) for x in kinds[:LEAST]))]
             if told:
