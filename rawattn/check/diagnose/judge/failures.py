@@ -266,14 +266,13 @@ def _without_traps(case: SparseCase, t: SparseTensors, seed: int) -> dict[str, A
     dense = make(case, seed)
     blocks = -(-np.array([*case.lengths_k, 0]) // case.block_size)[case.sequence_of("q")]
     rng = np.random.default_rng(seed)
-    filled = {}
+    filled = {name: getattr(dense, name) for name in ("k", "v", "tk", "tv")}
     for name in ("block_scale", "tblock_scale"):
         if (gate := getattr(t, name)) is not None:
             noise = 1 + 0.5 * rng.standard_normal(gate.shape)
             filled[name] = np.where(np.isnan(gate), noise, gate).astype(gate.dtype)
     indices = np.clip(t.block_indices, -1, blocks[:, None, None]).astype(t.block_indices.dtype)
-    dense_inputs = {name: getattr(dense, name) for name in ("k", "v", "tk", "tv")}
-    return {"block_indices": indices, **dense_inputs, **filled}
+    return {"block_indices": indices, **filled}
 
 
 def answers_of(candidate: Candidate, question: Question) -> Answers:
