@@ -17,7 +17,7 @@ from rawattn.check import report
 from rawattn.check.candidate import Unsupported, load
 from rawattn.check.cases import DTYPES, Case, standard, with_options
 from rawattn.check.diagnose.engine.question import STAGES, Question
-from rawattn.check.diagnose.evidence import steps
+from rawattn.check.diagnose.evidence import structure
 from rawattn.check.diagnose.files.npz import Pair, Saved, dump, load_two
 from rawattn.check.diagnose.findings import Diagnosis, Finding, of_sides
 from rawattn.check.diagnose.harness import pairs
@@ -196,7 +196,7 @@ def dump_command(
             question = replace(question, out=answers["out"], lse=answers["lse"])
             answers = answers_of(judged, question)
         if sequence is not None:
-            answers |= steps.intermediates(question, answers, sequence)
+            answers |= structure.intermediates(question, answers, sequence)
     except (Refused, Unsupported, ValueError) as error:
         raise click.UsageError(str(error)) from error
     except Exception as error:  # whatever a candidate throws
@@ -282,20 +282,19 @@ def _of_side(name: str, saved: Saved, question: Question, identify: int) -> Diag
             given = (name, "vacuous", saved.path, "proved", ())
             found.append(finding(*given, title=title, look_at=look))
     found += of_past(question, saved.answers, name)
-    parting, facts = steps.parting(question, saved.answers, saved.matrices), diagnosis.facts
+    parting, facts = structure.parting(question, saved.answers, saved.matrices), diagnosis.facts
     if parting is not None:
         facts = (*facts, f"{name}, step by step: {parting.text}")
         if not found and parting.step:
             title = f"{parting.step} is wrong, and no result shows it"
             given = (name, "unknown", parting.step, "medium", (parting.text,))
-            found.append(finding(*given, title=title, look_at=steps.MADE[parting.step]))
+            found.append(finding(*given, title=title, look_at=structure.MADE[parting.step]))
     return replace(diagnosis, findings=tuple(found), facts=facts)
 
 
 def _worse(diagnosis: Diagnosis) -> tuple[int, int]:
     """What has no name, and how many findings there are."""
-    unknown = [finding for finding in diagnosis.findings if finding.bug == "unknown"]
-    return len(unknown), len(diagnosis.findings)
+    return sum(one.bug == "unknown" for one in diagnosis.findings), len(diagnosis.findings)
 
 
 def _joined(pair: Pair, judged: dict[str, Diagnosis]) -> Diagnosis:

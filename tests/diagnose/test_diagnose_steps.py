@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from rawattn.check.diagnose.engine.question import Question
-from rawattn.check.diagnose.evidence.steps import MADE, MATRICES, intermediates, parting
+from rawattn.check.diagnose.evidence.structure import MADE, MATRICES, intermediates, parting
 from rawattn.check.diagnose.judge.failures import question_of
 from rawattn.check.sparse_cases import standard_sparse
 from tests.diagnose.called import call, said

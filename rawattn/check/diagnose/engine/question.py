@@ -123,8 +123,7 @@ class Question:
 
     @property
     def rare(self) -> tuple[str, ...]:
-        names = ("softcap", "sinks", "seqused_k")
-        return tuple(name for name in names if getattr(self, name) is not None)
+        return tuple(n for n in ("softcap", "sinks", "seqused_k") if getattr(self, n) is not None)
 
     @property
     def dtype(self) -> np.dtype:

@@ -26,7 +26,6 @@ class Precision(NamedTuple):
 
 
 def to_dtype(dtype: type) -> Callable[[Floats], Floats]:
-
     def r(x: Floats) -> Floats:
         with np.errstate(all="ignore"):
             return np.asarray(x).astype(dtype).astype(np.float64)

@@ -11,7 +11,7 @@ import numpy as np
 
 from rawattn.check.diagnose.engine.question import TENSORS, WIDE, Answers, Question
 from rawattn.check.diagnose.evidence.precision import eps_of, smallest_of
-from rawattn.check.diagnose.evidence.steps import MADE
+from rawattn.check.diagnose.evidence.structure import MADE
 from rawattn.check.diagnose.files import entries, layouts
 from rawattn.check.diagnose.files.entries import BFLOAT16, GIVEN, OPTIONS, narrowed
 from rawattn.check.diagnose.files.layouts import LENGTHS, Frame

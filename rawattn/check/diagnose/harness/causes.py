@@ -54,7 +54,6 @@ class Trial(NamedTuple):
 
     @property
     def wrong(self) -> bool:
-        """Whether the verdict is."""
         return (self.verdict == "passes") is not (self.kind == "right")
 
 

@@ -72,8 +72,7 @@ def wrongs(shape: Shape, dtype: str, *, size: float = 1.0, wide: bool = False) -
     pairs = [Pair("x and ref both 0", "vacuous", np.zeros_like(x), np.zeros_like(ref))]
     for name, group, changed in _changed(exact, rng, eps):
         pair = Pair(name, group, changed.reshape(shape).astype(kind), ref)
-        if pair.error > GENEROUS * eps:
-            pairs.append(pair)
+        pairs += [pair] if pair.error > GENEROUS * eps else []
     shapes = (
         ("x of shape (1, ...) where ref repeats it", x[:1], np.broadcast_to(ref[:1], shape)),
         ("an axis too many, x = ref[None]", x[None], ref),

@@ -49,7 +49,8 @@ def diagnose(
     until = spent() + EFFORT if until is None else until
     given, strange = _well_formed(question, answers, side)
     whole = question
-    question, part, fact = cut(whole, _with_rows(given))
+    with_rows = {name: x for name, x in given.items() if name not in OF_SINKS}
+    question, part, fact = cut(whole, with_rows)
     found, facts = _judge(question, part, side, call, until, told)
     if any(one.bug == "unknown" for one in found) and (run := _numbers(question, part)):
         others, _ = _judge(*problems.part(question, part, *run), side, call, until, UNREAD)
@@ -57,7 +58,7 @@ def diagnose(
             found = others
             facts.append(f"{side}: there is NaN in sequences other than {run[0]} to {run[1] - 1}")
     if fact:
-        found = of_all(whole, _with_rows(given), side, found)
+        found = of_all(whole, with_rows, side, found)
     else:
         found += proofs.of_sinks(question, given, side, found)
     facts = [sizes_of(whole), *([f"{side}: {fact}"] if fact else []), *facts]
@@ -65,7 +66,7 @@ def diagnose(
 
 
 def _again(call: Call, asked: Question) -> Answers:
-    return _with_rows(_well_formed(asked, call(asked), "")[0])
+    return _well_formed(asked, call(asked), "")[0]
 
 
 def _numbers(question: Question, answers: Answers) -> tuple[int, int] | None:
@@ -77,12 +78,9 @@ def _numbers(question: Question, answers: Answers) -> tuple[int, int] | None:
     return run([2 * SCORES if x else 1 for x in nan]) if nan.any() and not nan.all() else None
 
 
-def _with_rows(answers: Answers) -> Answers:
-    return {name: x for name, x in answers.items() if name not in OF_SINKS}
-
-
 def _well_formed(question: Question, answers: Answers, side: str) -> tuple[Answers, list[Finding]]:
-    """The floating arrays of the shapes that they must have; what is said of others, or of None."""
+    """The floating arrays of the shapes that they must have; what is said of others, or of None,
+    because of a bug if that is known."""
     shapes = {n: x.shape for stage in question.stages for n, x in empty(question, stage).items()}
     shapes |= {"delta": question.q.shape[1::-1]}
     shapes |= {f"sliding {name}": shapes[name] for name in ("out", "lse")}
@@ -96,8 +94,11 @@ def _well_formed(question: Question, answers: Answers, side: str) -> tuple[Answe
     bug = "gradients-swapped" if swapped and not strange else ""
     if [*said] == ["dblock_scale"] and answers["dblock_scale"] is None:
         bug = "sparse-gate-gradient-missing"
-    told = proofs.of_form(side, said, bug)
-    return {name: x for name, x in found.items() if name not in said}, told
+    found = {name: x for name, x in found.items() if name not in said}
+    where, look_at = ", ".join(said), "" if bug else "what the function returns, and in which order"
+    title = "" if bug else f"{where} has another form than it must have"
+    given = (side, bug or "unknown", where, "high" if bug else "proved", [*said.values()])
+    return found, [proofs.finding(*given, title=title, look_at=look_at)] if said else []
 
 
 def sizes_of(question: Question) -> str:

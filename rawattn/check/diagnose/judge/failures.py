@@ -2,7 +2,6 @@
 with lengths that tell bugs apart and no traps, and then on the case itself. Long by the two ways
 between cases and questions: a change of one must be made in the other."""
 
-import math
 from collections import Counter
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import replace
@@ -90,8 +89,7 @@ def explain_failures(
     if findings and (first := findings[0]).side == SIDE and not first.sure:
         fewest = min(cases, key=lambda case: (case.num_heads_q, _plainness(case)))
         some = [*(every[name] for name in first.cases[: LEAST - 1]), fewest]  # heads may differ
-        least = _least(candidate, first, some)
-        findings[0] = replace(first, least=least or first.least)
+        findings[0] = replace(first, least=_least(candidate, first, some) or first.least)
     return replace(joined, findings=tuple(findings))
 
 
@@ -173,10 +171,9 @@ def _gives(
 
 def _least(candidate: Candidate, f: Finding, cases: Sequence[Case]) -> str:
     """All that is wrong on the smallest problem of the stage of a finding, in the fewest words."""
-    stages = [x for x in STAGES if x in f.stages or PASSES[x] in f.where] or STAGES
-    for stage in stages:
+    for stage in [x for x in STAGES if x in f.stages or PASSES[x] in f.where] or STAGES:
         if (one := of_stage(candidate, stage)) is not None:
-            asker = Asker(one, stage, partial(question_of, clean=True), answers_of)
+            asker = Asker(one, stage, partial(question_of, clean=True), partial(answers_of, one))
             kinds = [*{replace(case, dtype=""): case for case in map(small, cases)}.values()]
             told = [*filter(None, (least(asker, candidate.fit(x)) for x in kinds[:LEAST]))]
             if told:
@@ -198,12 +195,7 @@ def _as_failing(findings: Sequence[Finding]) -> list[Finding]:
 
 
 def explain_failure(
-    sides: dict[str, Candidate],
-    case: Case,
-    *,
-    until: float = math.inf,
-    known: Readings = UNREAD,
-    brief: bool = False,
+    sides: dict[str, Candidate], case: Case, *, until: float, known: Readings, brief: bool
 ) -> Diagnosis:
     """What is wrong with SIDE, which fails on ``case``. The case itself is looked at where the
     small problem shows no bug that has a name, unless it is ``until`` by effort.spent(). known: of
@@ -274,14 +266,13 @@ def _without_traps(case: SparseCase, t: SparseTensors, seed: int) -> dict[str, A
     dense = make(case, seed)
     blocks = -(-np.array([*case.lengths_k, 0]) // case.block_size)[case.sequence_of("q")]
     rng = np.random.default_rng(seed)
-    filled = {}
+    filled = {name: getattr(dense, name) for name in ("k", "v", "tk", "tv")}
     for name in ("block_scale", "tblock_scale"):
         if (gate := getattr(t, name)) is not None:
             noise = 1 + 0.5 * rng.standard_normal(gate.shape)
             filled[name] = np.where(np.isnan(gate), noise, gate).astype(gate.dtype)
     indices = np.clip(t.block_indices, -1, blocks[:, None, None]).astype(t.block_indices.dtype)
-    dense_inputs = {name: getattr(dense, name) for name in ("k", "v", "tk", "tv")}
-    return {"block_indices": indices, **dense_inputs, **filled}
+    return {"block_indices": indices, **filled}
 
 
 def answers_of(candidate: Candidate, question: Question) -> Answers:
@@ -318,8 +309,9 @@ def _asked(
             raised = finding(*given, title=f"it raises {kind}", look_at=look_at)
             judged[side] = Diagnosis(one.name, (raised,))
             continue
-        found = diagnose(question, _as_due(question, answers), side=side, until=until, **known)
-        strange = _of_dtypes(side, question, answers)
+        due = _as_due(question, answers)
+        found = diagnose(question, due, side=side, until=until, **known)
+        strange = _of_dtypes(side, answers, due)
         judged[side] = replace(found, findings=(*strange, *found.findings))
     return of_sides(" against ".join(judged), judged)
 
@@ -335,11 +327,10 @@ def _read(candidate: Candidate, question: Question) -> Readings:
     return read(question, ask, enough=enough)
 
 
-def _of_dtypes(side: str, question: Question, answers: Answers) -> list[Finding]:
+def _of_dtypes(side: str, answers: Answers, due: Answers) -> list[Finding]:
     """Results of another dtype than they must have; they are judged in that one nonetheless."""
-    due = {n: _dtype(question, n) for n, x in answers.items() if x.dtype.name in DTYPES}
-    wrong = {n: answers[n].dtype for n, dtype in due.items() if answers[n].dtype != dtype}
-    said = [f"{name} is {dtype}; it must be {due[name]}" for name, dtype in wrong.items()]
+    wrong = {n: x.dtype for n, x in answers.items() if x.dtype != due[n].dtype}
+    said = [f"{name} is {dtype}; it must be {due[name].dtype}" for name, dtype in wrong.items()]
     return [finding(side, "wrong-dtype", ", ".join(wrong), "proved", said)] if wrong else []
 
 

@@ -3,7 +3,6 @@ pass, entry by entry, or else the rows of its results. (A rule may hold on some 
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
-from functools import partial
 from itertools import islice, product
 from typing import Any
 
@@ -13,7 +12,7 @@ from rawattn.check.candidate import Candidate
 from rawattn.check.cases import Case, in_use
 from rawattn.check.diagnose.engine.attention import FIRST
 from rawattn.check.diagnose.engine.question import STAGES, Answers, Question, by_rows, side_of
-from rawattn.check.diagnose.evidence.tables import Table, told
+from rawattn.check.diagnose.evidence.tables import ROW, Table, told
 from rawattn.check.diagnose.judge.diagnosis import sizes_of
 from rawattn.check.diagnose.read import branches
 from rawattn.check.diagnose.read.name import BEYOND, READERS
@@ -22,7 +21,6 @@ from rawattn.check.diagnose.read.tables import tables_of
 from rawattn.check.expected import Target, expect
 from rawattn.check.second import expect_second
 
-Array = np.ndarray
 Lengths = tuple[tuple[int, ...], tuple[int, ...]]  # of q and of k
 SIZES = (1, 2, 3, 4, 5, 8, 9, 12, 16, 17, 20, 24, 32, 33, 40, 48, 49, 64, 65, 80, 96, 97, 128, 129)
 FEW = (1, 2, 4, 9, 17, 33, 65)
@@ -38,7 +36,7 @@ class Asker:
     candidate: Candidate
     stage: str
     question: Callable[[Case], Question]
-    answers: Callable[[Candidate, Question], Answers]
+    ask: Ask
 
     def results(self, case: Case) -> tuple[Answers, dict[str, Target]]:
         expected = (expect if self.stage in FIRST else expect_second)(case)
@@ -105,10 +103,9 @@ def _fields(asker: Asker, case: Case, question: Question) -> Iterator[Table]:
     """What a pass makes of a problem, and what it must: from its first step to its results."""
     still: dict[str, Any] = dict.fromkeys(OF_DERIVATIVES)
     alone, stage = replace(question, **still), asker.stage
-    ask: Ask = partial(asker.answers, asker.candidate)
-    asked = [("", ask, alone)]
+    asked = [("", asker.ask, alone)]
     if stage == "forward" and question.sliding is not None:
-        asked.append(("sliding ", branches.asked(question, ask), branches.alone(question)))
+        asked.append(("sliding ", branches.asked(question, asker.ask), branches.alone(question)))
     for name, function, of in asked:
         try:
             read = READ[stage](function, of)
@@ -123,8 +120,7 @@ def _fields(asker: Asker, case: Case, question: Question) -> Iterator[Table]:
             size = float(np.abs(y[np.isfinite(y)]).mean()) or 1.0
             noise = max(2 * target.allowance() / size, 1e-6)
             wide = "slot" if name.endswith("block_scale") else "column"
-            columns = ("it",) if x.shape[2] == 1 else wide
-            of_rows = Table(name, x, y, side_of(name), columns, noise)
+            of_rows = Table(name, x, y, side_of(name), ROW if x.shape[2] == 1 else wide, noise)
             yield _summed(of_rows, question, MOVED.get(stage, "")) or of_rows
 
 

@@ -232,10 +232,6 @@ class Stage:
     def listed(self) -> tuple[Bug, ...]:
         return tuple(bug for bug in catalogue(self.question, self.stage) if self.allows(bug))
 
-    @property
-    def every(self) -> list[Prediction]:
-        return [*self.usual, *(guess for family in self.families for guess in family())]
-
     @cached_property
     def families(self) -> list[Callable[[], list[Prediction]]]:
         """What else is tried, the cheapest first: terms; what was read, that no rule says; what
@@ -261,9 +257,11 @@ class Stage:
     def of_some_rows(self) -> list[Prediction]:
         """What a bug gives in wrong rows, right ones elsewhere: of some heads, tiles or lanes."""
         bad = {name: rows for name in self.tensors if (rows := self.bad(name)).sum() >= ROWS}
-        found = []
-        others = [bug for bug in self.listed if bug not in self.worth] if bad else []
-        for guess in [*self.every, *self.planted(others)] if bad else ():
+        if not bad:
+            return []
+        found, others = [], [bug for bug in self.listed if bug not in self.worth]
+        every = [self.usual, *(family() for family in self.families), self.planted(others)]
+        for guess in itertools.chain(*every):
             by = {n: self.pair(n, guess) for n in bad if guess.bug.store is None}
             told = {n: bad[n] for n, x in by.items() if not noise.rows_off(*x, bad[n], SHARE).any()}
             if not told:

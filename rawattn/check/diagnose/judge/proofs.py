@@ -41,15 +41,6 @@ def finding(
     return Finding(side, bug, title, where, confidence, tuple(evidence), look_at, alternatives)
 
 
-def of_form(side: str, said: dict[str, str], bug: str) -> list[Finding]:
-    """Arrays of a shape or a dtype that they cannot have, because of ``bug`` if that is known."""
-    where, evidence = ", ".join(said), [*said.values()]
-    title = "" if bug else f"{where} has another form than it must have"
-    look_at = "" if bug else "what the function returns, and in which order"
-    given = (side, bug or "unknown", where, "high" if bug else "proved", evidence)
-    return [finding(*given, title=title, look_at=look_at)] if said else []
-
-
 def reference_of(question: Question, names: Collection[str], given: Given) -> Answers:
     """The right values of these, a backward pass given this out and lse."""
     found: Answers = {}
@@ -135,7 +126,8 @@ def of_race(question: Question, call: Callable[[Question], Answers], side: str) 
     asked, found = replace(question, out=None, lse=None), dict[str, tuple[float, float]]()
     with suppress(Exception):  # a function may refuse to be asked again
         first, again = call(asked), call(asked)
-        found = {n: _change(asked, n, first[n], x) for n, x in again.items() if n in first}
+        both = (n for n, x in again.items() if n in first and x.ndim > 1)  # sums have no rows
+        found = {n: _change(asked, n, first[n], again[n]) for n in both}
     differ = {name: change for name, change in found.items() if change[0] > change[1]}
     if not differ:
         return []

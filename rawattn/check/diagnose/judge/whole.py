@@ -53,7 +53,6 @@ def run(costs: Sequence[float]) -> tuple[int, int]:
 
 
 def _heads(question: Question, answers: Answers, count: int) -> tuple[Question, Answers]:
-
     def kept(name: str, x: np.ndarray) -> Any:
         heads = slice(count if side_of(name) == "k" else count * question.group)
         return x[heads] if x.ndim < 3 else x[:, heads]

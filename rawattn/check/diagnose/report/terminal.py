@@ -98,8 +98,7 @@ def _place(finding: Finding, about: About, width: int) -> list[Text]:
     names = about.functions.get(finding.side, {})
     called = [names[stage] for stage in finding.stages if stage in names]
     functions = " and ".join(f"{name}()" for name in dict.fromkeys(called))
-    file = about.files.get(finding.side, "")
-    whose = " in ".join(filter(None, (functions, file)))
+    whose = " in ".join(filter(None, (functions, about.files.get(finding.side, ""))))
     whose = "" if finding.where.endswith(f"/{whose}") else whose
     where = ", ".join(dict.fromkeys(filter(None, (whose, finding.where))))
     tally = f"   {about.tally}" if about.tally else ""
