@@ -123,9 +123,11 @@ TILED, LAST = "row i // {0} * {0}", "the last row of its tile of {}"
 ROWS: dict[str, Callable[[Ints, int, Ints], Ints]] = {  # row i of n; the last ones of tiles
     "row i + {}": lambda i, by, n: i + by,
     "row i - {}": lambda i, by, n: i - by,
+    "row i ^ {}": lambda i, by, n: i ^ by,
     "row i & ~{}": lambda i, by, n: i & ~by,
     "row i + {}, its own in the last tile": lambda i, by, n: i + by * (i // by < (n - 1) // by),
     "row i - {}, its own in the first tile": lambda i, by, n: i - by * (i >= by),
+    "row i + {}, in the first tile": lambda i, by, n: i + by * (i < np.minimum(by, n - by)),
     WHOLE: lambda i, by, n: np.where(i < n // by * by, i, -NOWHERE),
     "row i % {}": lambda i, by, n: i % by,
     TILED: lambda i, by, n: i - i % by,

@@ -127,7 +127,7 @@ def parts_of_keys(question: Question) -> dict[str, Keys]:
 
 def parts_of(c: Context, cut: Cut) -> Parts:
     tops, sums = [], []
-    for keys in cut(c):
+    for keys in cut(c) or [np.arange(0)]:
         S, V = c.S, c.V
         if keys.ndim == 1:
             S, V = S[..., keys], V[keys]

@@ -29,6 +29,8 @@ def numbers(question: Question, answers: Answers, stage: str) -> Iterator[Bug]:
         sums = accumulators.bugs, accumulators.of_heads, accumulators.without_D
         for of in (_constants, *sums, _rearranged):
             yield from of(sample)
+        of_tiles = tiles.sums(question, stage, sample.wrong.keys())
+        yield from sample.near([of_tiles], YIELDED, spent() + EFFORT)
 
 
 def bugs(question: Question, answers: Answers, stage: str) -> Iterator[Bug]:
@@ -38,7 +40,6 @@ def bugs(question: Question, answers: Answers, stage: str) -> Iterator[Bug]:
         right, first = sample.found.keys() - wrong, sample.sequence
         families = (
             selection.candidates(question, stage, wrong) if question.sparse else (),
-            tiles.sums(question, stage, wrong),
             tiles.of_splits(question) if stage == "forward" and not question.sparse else (),
             dropped.bugs(sample),
             inputs.candidates(question, stage, wrong, right, first),

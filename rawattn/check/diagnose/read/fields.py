@@ -80,6 +80,8 @@ class Field:
 def sums_of(basis: Mapping[str, Array], due: Array, most: int) -> Iterator[dict[str, float]]:
     """Sums of ``most`` of ``basis`` that are ``due``, both in units of what is allowed: how often
     each is there, the fewest first."""
+    if not basis:
+        return
     columns = np.stack([*basis.values()], axis=1)
     products, with_due = columns.T @ columns, columns.T @ due
     for count in range(1, most + 1):
@@ -152,13 +154,14 @@ def map_of(
     and what they hold where it has none; NaN is not known."""
     told, g = ~np.isnan(held), maps.geometry(question, "lse")
     for by in maps.families(question, True) if told.any() else ():
-        due = np.full_like(held, np.nan)
+        due, right = np.full_like(held, np.nan), np.full_like(held, np.nan)
         for x, at in calls:
-            due[at] = by.moved(g, x, np.nan)[at]
+            due[at], right[at] = by.moved(g, x, np.nan)[at], x[at]
         known = told & ~np.isnan(due)
         with np.errstate(invalid="ignore"):
             same = (due == held) | (np.abs(due - held) <= near)
-        if same[known].all() and known.sum() > (1 - FEW) * told.sum():
+            moved_ones = known & (np.abs(due - right) > near)
+        if moved_ones.any() and same[known].all() and known.sum() > (1 - FEW) * told.sum():
             left = held[told & ~known]
             return by, float(np.median(left)) if left.size else 0.0
     return None
