@@ -452,7 +452,8 @@ def _explain(
     whole, parts = work.telling_ones(whole), work.telling_ones(parts)
     if any(e.tensors == wrong for e in parts):
         whole = [e for e in whole if NO_RULE not in e.prediction.bug.variant]
-    whole = [e for e in whole if not e.inexact] or whole
+    exact = [e for e in whole if not e.inexact]
+    whole = exact if any(e.name not in LOOSE for e in exact) else whole
     if _generic(work, whole):  # bugs of one kernel say more exactly than rules
         whole = [*(e._replace(tensors=wrong) for e in whole), *parts]
 
