@@ -2,6 +2,7 @@
 with lengths that tell bugs apart and no traps, and then on the case itself. Long by the two ways
 between cases and questions: a change of one must be made in the other."""
 
+import math
 from collections import Counter
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import replace
@@ -195,7 +196,12 @@ def _as_failing(findings: Sequence[Finding]) -> list[Finding]:
 
 
 def explain_failure(
-    sides: dict[str, Candidate], case: Case, *, until: float, known: Readings, brief: bool
+    sides: dict[str, Candidate],
+    case: Case,
+    *,
+    until: float = math.inf,
+    known: Readings = UNREAD,
+    brief: bool = False,
 ) -> Diagnosis:
     """What is wrong with SIDE, which fails on ``case``. The case itself is looked at where the
     small problem shows no bug that has a name, unless it is ``until`` by effort.spent(). known: of

@@ -7,14 +7,13 @@ import numpy as np
 
 from rawattn.check.candidate import Candidate
 from rawattn.check.cases import Case
-from rawattn.check.diagnose.engine.question import BY_ROW
+from rawattn.check.diagnose.engine.question import BY_ROW, Answers
 from rawattn.check.diagnose.findings import Finding
 from rawattn.check.diagnose.judge.proofs import finding, of_past
 from rawattn.check.expected import Expected, expect
 
 # fields of a Question that Tensors have too
 ARRAYS = ("q", "k", "v", "dout", "dlse", "tq", "tk", "tv")
-Results = dict[str, np.ndarray]
 # what must not matter: the class and how sure it is (keys that are seen do the same where all of
 # them are NaN), the title, the evidence, and where to look
 STRIDES = (
@@ -59,14 +58,14 @@ def of_nan(found: Finding) -> bool:
     return found.bug == NANS[0] and found.form is None
 
 
-def _failing(candidate: Candidate, expected: Expected, **changes: Any) -> Results:
+def _failing(candidate: Candidate, expected: Expected, **changes: Any) -> Answers:
     """The results that are wrong, with other inputs of the same numbers."""
     found = candidate.run(replace(expected, tensors=replace(expected.tensors, **changes)))
     there = ((name, of) for name, of in expected.targets.items() if name in found)
     return {name: found[name] for name, of in there if of.judge(found[name]).verdict == "FAIL"}
 
 
-def _of_past(expected: Expected, wrong: Results, side: str) -> list[Finding]:
+def _of_past(expected: Expected, wrong: Answers, side: str) -> list[Finding]:
     """Rows past the end, where all that is wrong is there."""
     for name, x in wrong.items():
         target, due = expected.targets[name], x.copy()
