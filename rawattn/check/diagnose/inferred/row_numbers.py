@@ -137,7 +137,7 @@ def _read(sample: Sample, tensor: str, one: Floats) -> Read | None:
     added = np.where(known, (due * by).sum(axis=2) / size, 0.0)
     off, rounded = np.linalg.norm(due), sample.wrong[tensor] * np.linalg.norm(finite(right))
     allowed = max(rounded, CLOSE * off)
-    clear = off <= rounded or allowed**2 <= CLEAR * off**2
+    clear = known.any() and (off <= rounded or allowed**2 <= CLEAR * off**2)
     if not clear or np.linalg.norm(due - added[..., None] * by) > allowed:
         return None
     return known.T, added.T, (allowed / np.sqrt(known.sum() * size)).T
