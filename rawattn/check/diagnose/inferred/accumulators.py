@@ -39,21 +39,21 @@ def bugs(sample: Sample) -> Iterator[Bug]:
             held = _held(right, found - right, inside > 0)
             if held is None:
                 continue
-            whole = held + np.eye(len(held))
+            whole, unit = held + np.eye(len(held)), f"tiles of {tile} rows" if tile else "heads"
             moved = bool((np.sort(whole) == np.eye(len(whole))[-1]).all())
             if moved or name not in BY_ROW:
-                sequence = of[units[:, 0]] if tile else 0 * heads[:, 0]
-                unit = f"tiles of {tile} rows" if tile else "heads"
-                pairs = np.argwhere(held)[:4].tolist()
-                which = ", ".join(f"{a} has {held[a, b]:+g} of {b}" for a, b in pairs)
-                text = f"{name}: {unit} hold others too: {which}, ..."
-                behind = np.triu(held) * (sequence[:, None] != sequence)  # not of earlier work
-                bug = "offsets-shifted" if behind.any() else "accumulator-not-reset"
-                bug = "unknown" if (held < 0).any() else bug
                 if moved:
                     taken = enumerate(whole.argmax(axis=1))
                     which = ", ".join(f"{a} that of {b}" for a, b in taken if a != b)
                     bug, text = "transposed", f"{name}: {unit} hold what others must: {which}"
+                else:
+                    sequence = of[units[:, 0]] if tile else 0 * heads[:, 0]
+                    pairs = np.argwhere(held)[:4].tolist()
+                    which = ", ".join(f"{a} has {held[a, b]:+g} of {b}" for a, b in pairs)
+                    text = f"{name}: {unit} hold others too: {which}, ..."
+                    behind = np.triu(held) * (sequence[:, None] != sequence)  # not of earlier work
+                    bug = "offsets-shifted" if behind.any() else "accumulator-not-reset"
+                    bug = "unknown" if (held < 0).any() else bug
                 store = stored(name, partial(_with, units, held, axis))
                 yield Bug(bug, text, (sample.stage,), store=store)
                 break

@@ -131,6 +131,7 @@ class Sample:
         found: list[tuple[dict[str, float], Bug]] = []
         known: dict[object, dict[str, float]] = {}
         for family in families:
+            before = len(found)
             for bug in itertools.takewhile(lambda _: not over(until), family):
                 if bug.alike is None or bug.alike not in known:
                     known[bug.alike] = self._of(bug)
@@ -138,7 +139,7 @@ class Sample:
                 near = {n: left[n] for n in self.wrong if left[n] < min(FAR, CLEARS * self.left[n])}
                 if near:
                     found.append((near, bug))
-            exact = [bug for of, bug in found if self._exact(of)]
+            exact = [bug for of, bug in found[before:] if self._exact(of)]
             if any(self._exact(self.of_wrong(bug)) for bug in exact[:LOOKED_AT]):
                 break
         best: dict[int, Bug] = {}

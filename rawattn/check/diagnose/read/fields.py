@@ -153,10 +153,13 @@ def map_of(
     """By which map rows (num_heads_q, total_q) hold the right numbers of others, up to ``near``,
     and what they hold where it has none; NaN is not known."""
     told, g = ~np.isnan(held), maps.geometry(question, "lse")
+    right = np.full_like(held, np.nan)
+    for x, at in calls:
+        right[at] = x[at]
     for by in maps.families(question, True) if told.any() else ():
-        due, right = np.full_like(held, np.nan), np.full_like(held, np.nan)
+        due = np.full_like(held, np.nan)
         for x, at in calls:
-            due[at], right[at] = by.moved(g, x, np.nan)[at], x[at]
+            due[at] = by.moved(g, x, np.nan)[at]
         known = told & ~np.isnan(due)
         with np.errstate(invalid="ignore"):
             same = (due == held) | (np.abs(due - held) <= near)
