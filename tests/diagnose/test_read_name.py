@@ -2,7 +2,6 @@
 
 from collections.abc import Callable
 from dataclasses import replace
-from itertools import pairwise
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -20,7 +19,6 @@ from tests.diagnose.hooks import (
     added,
     by,
     heavier,
-    of_group,
     or_seen,
     padding,
     power,
@@ -28,7 +26,7 @@ from tests.diagnose.hooks import (
     times,
     window,
 )
-from tests.diagnose.plain import LN_2, Head, Planted
+from tests.diagnose.plain import Head, Planted
 from tests.diagnose.planted.first import leaking
 from tests.diagnose.planted.keys import of_rows
 from tests.diagnose.planted.softmax import capped_at
@@ -78,16 +76,6 @@ def with_tile_sums(c: Head, dS: Any) -> Any:
     return c.P * (c.dP - (c.P * c.dP) @ own)
 
 
-def of_packed(a: Any, q: Any) -> Any:
-    """D head by head of a group, read as if it were row by row."""
-    D = (a["dout"] * a["out"]).sum(2).T
-    for start, stop in pairwise(q.cu_seqlens_q):
-        for h in range(0, len(D), q.group):
-            at = slice(h, h + q.group), slice(start, stop)
-            D[at] = D[at].copy().reshape(-1, q.group).T
-    return D
-
-
 def first_columns(c: Head, Y: Any) -> Any:
     return (c.s * (c.Q[:, :8] @ c.K[:, :8].T)).astype(Y.dtype)
 
@@ -102,7 +90,6 @@ def on(name: str, factor: Callable[[Head], Any]) -> Hooks:
 
 _CLIPPED = {"cap": lambda c, x: (np.clip(c.Y, -1.5, 1.5), 1.0, 0.0)}
 _ROWS_OF_Q = of_rows(lambda c: (c.r >= c.start_q) & (c.r - c.start_q <= c.p))
-_NO_LOGARITHM = {"softmax": lambda c, x: (c.top + np.exp(x[0] - c.top), x[1])}
 _HALF_OF_D = delta(lambda a, q: (a["dout"] * a["out"])[..., :8].sum(2).T)
 _UNSLOPED = "P dP - (P D without the softcap's slope)"
 _OPEN_TILE = or_seen(lambda c: c.j // 16 == c.p // 16)
@@ -157,8 +144,6 @@ _FORWARD: dict[str, tuple[Any, ...]] = {
     "NaN": (_NAN_TAIL, "rows are NaN"),
     "rows": ({"softmax": unwritten}, "rows see no key, or are not written: i % 16 = 15"),
     "of q": (_ROWS_OF_Q, "keys of the row in k - the query's first row in q >= 0 and", UNEQUAL),
-    "base 2": ({"lse": by(1 / LN_2)}, "lse is in base 2"),
-    "no logarithm": (_NO_LOGARITHM, "lse is row_max + row_sum"),
     "scaled sink": ({"sink": power(2)}, "have exp(0.25 sink), in place of", "sinks"),
     "another sink": ({"sink": lambda c, x: 0.7 * x - 0.4}, "have exp(0.7 sink - 0.4), in", "sinks"),
 }
@@ -176,16 +161,14 @@ _BACKWARD: dict[str, tuple[Any, ...]] = {
     "P(1 - P) dP": ({"dS": lambda c, x: c.P * (1 - c.P) * c.dP}, "dS is P dP - P^2 dP, not"),
     "dP alone": ({"dS": lambda c, x: c.P * c.dP * c.P - c.P * c.D}, "is - P D + P^2 dP"),
     "D of its tile": ({"dS": with_tile_sums}, "dS takes D over the tile of 16 keys at hand alone"),
-    "D of packed rows": (delta(of_packed), "D of (heads, tokens) read as (token", GROUP),
     "slope of dP": ({"dS": lambda c, x: x + c.P * c.D * (1 - 1 / c.slope)}, _UNSLOPED, "softcap"),
     "half of D": (_HALF_OF_D, "dout . out without columns 8 to 15"),
     "fewer columns": (_FEWER, "dP = dout . v without columns 12 to 15"),
-    "one of the group": (of_group(1, "dk", "dv"), "of query heads [1], not [0, 1, 2]", "group3"),
 }
 BUGS = {name: Bug(FORWARD, *row) for name, row in _FORWARD.items()}
 BUGS |= {name: Bug(BACKWARD, *row) for name, row in _BACKWARD.items()}
 FINE = ("scaled sink", "another sink")  # 16 bits do not show them
-NOT_PLANTED = ("NaN", "one of the group")
+NOT_PLANTED = ("NaN",)
 
 
 def alike(bug: Bug, dtype: str) -> Case:

@@ -1,23 +1,40 @@
-"""Of second derivatives and tangents: how often a term counts, and what one pass has alone."""
+"""Of second derivatives and tangents: how often a term counts, and what one pass has alone; of all
+passes what numbers of rows hold."""
 
 from dataclasses import replace
+from itertools import pairwise
+from typing import Any
 
 import ml_dtypes
+import numpy as np
 import pytest
 
 from rawattn.check.diagnose.engine.question import STAGES, Answers, Question
 from rawattn.check.diagnose.judge.diagnosis import diagnose
 from rawattn.check.diagnose.read.name import read
 from tests.diagnose.hooks import by
-from tests.diagnose.plain import FLOAT64, Planted, answers
+from tests.diagnose.plain import FLOAT64, LN_2, Planted, answers
 from tests.diagnose.planted.second import unmasked
 from tests.diagnose.problems import packed
+from tests.diagnose.stores import delta
 from tests.diagnose.table import Hooks, kernel
 
 NARROW = {"E": lambda c, x: x.astype(ml_dtypes.bfloat16).astype(x.dtype)}
 NOT_ALIGNED = {"often": lambda c, x: x * (c.j // 16 <= c.i // 16)}
 OF_FIRST_ROW = {"seen": lambda c, x: x * (c.j // 16 <= (c.i // 16 * 16 + c.m - c.n) // 16)}
-PLANTS = {
+
+
+def of_packed(a: Any, q: Any) -> Any:
+    """D head by head of a group, read as if it were row by row."""
+    D = (a["dout"] * a["out"]).sum(2).T
+    for start, stop in pairwise(q.cu_seqlens_q):
+        for h in range(0, len(D), q.group):
+            at = slice(h, h + q.group), slice(start, stop)
+            D[at] = D[at].copy().reshape(-1, q.group).T
+    return D
+
+
+PLANTS: dict[str, Hooks] = {
     "dS ddk of gq, times 0.37": {"dS tK": by(0.37)},
     "dS^T ddq of gk half of it": {"dS tQ": by(0.5)},
     "in the first pass alone": {"P in ddout": unmasked},
@@ -25,11 +42,32 @@ PLANTS = {
     "without seqlen_k - seqlen_q": NOT_ALIGNED,
     "W holds W - e": {"W": lambda c, x: x - (c.P * c.E).sum(axis=1, keepdims=True)},
 }
+FIRST: dict[str, tuple[str, Hooks]] = {
+    "in base 2: lse holds 1.44 lse - 0.443 row_max": (
+        "forward",
+        {"softmax": lambda c, x: (c.top + (x[0] - c.top) / LN_2, x[1])},
+    ),
+    "lse holds row_max + row_sum": (
+        "forward",
+        {"softmax": lambda c, x: (c.top + np.exp(x[0] - c.top), x[1])},
+    ),
+    "out is there holds 1 / row_sum": (
+        "forward",
+        {"softmax": lambda c, x: (x[0], x[1] * np.exp(c.top - x[0]))},
+    ),
+    "D holds that of other rows: (heads, tokens) read as (token": ("backward", delta(of_packed)),
+    "D holds D - 0.3 lse": ("backward", {"D": lambda c, x: x - 0.3 * c.L}),
+    "D holds other numbers, not D, the rows with i % 16 >= 12": (
+        "backward",
+        {"D": lambda c, x: x + (c.i % 16 > 11) * np.sin(c.i)},
+    ),
+}
 
 
-@pytest.mark.parametrize("words", PLANTS)
-def test_of_a_double_backward(words: str) -> None:
-    plant = Planted("", words, ("second",), kernel(PLANTS[words]), gives=("second",))
+@pytest.mark.parametrize("words", [*PLANTS, *FIRST])
+def test_of_a_stage(words: str) -> None:
+    stage, hooks = FIRST[words] if words in FIRST else ("second", PLANTS[words])
+    plant = Planted("", words, (stage,), kernel(hooks), gives=(stage,))
     question = packed((21, 40), FLOAT64, lengths_k=(37, 70), moved=True)
     (found,) = diagnose(question, answers(plant, question)).findings
     assert words in found.title + found.evidence[0] and found.confidence != "low", found

@@ -1,6 +1,6 @@
 """Results that are sums of other parts than they must be, as they are read off: a tile, or a head,
-that holds others too, by whole factors; gradients of keys by how often they have each head of a
-group; and a D of 0, by the rows of dq."""
+that holds others too, by whole factors; and gradients of keys by how often they have each head of
+a group."""
 
 from collections.abc import Iterator
 from functools import partial
@@ -8,19 +8,16 @@ from itertools import pairwise
 
 import numpy as np
 
-from rawattn.check.diagnose.engine.attention import BACKWARD, RESULTS, Bug, contexts
-from rawattn.check.diagnose.engine.question import BY_ROW, Question, by_rows
-from rawattn.check.diagnose.engine.steps import STEPS, Context, Floats, changed
+from rawattn.check.diagnose.engine.attention import BACKWARD, RESULTS, Bug, Given, contexts
+from rawattn.check.diagnose.engine.question import BY_ROW, Answers, Question, by_rows
+from rawattn.check.diagnose.engine.steps import STEPS, Floats
 from rawattn.check.diagnose.evidence.places import TILES
-from rawattn.check.diagnose.evidence.precision import rows_off
-from rawattn.check.diagnose.evidence.structure import where
 from rawattn.check.diagnose.inferred.sample import Sample, stored
 from rawattn.check.diagnose.read.fields import by_head, in_heads
 
 MOST = 400  # units
 WHOLE = 0.1  # how near to whole numbers factors must be
 LEFT = 0.05  # of what is too much, at most
-OFF = 2.0**-7  # of its size: what a row of dq is wrong by
 Units = np.ndarray  # (count, size): of each the rows, -1 for none
 
 
@@ -97,18 +94,14 @@ def _with(units: Units, held: Floats, axis: int, given: Floats) -> Floats:
 def of_heads(sample: Sample) -> Iterator[Bug]:
     """How often each head of a wrong gradient of keys has every query head, in the sequence that is
     looked at, if they are all that there is."""
-    q, dense = sample.question, not sample.question.sparse and sample.question.num_heads_q > 1
-    names = [n for n in ("dk", "dv") if n in sample.wrong and dense]
-    every = contexts(q, "backward", sample.given) if names else ()
-    views = [c for c in every if c.view.sequence == sample.sequence and c.S.size]
+    q, rows = sample.question, sample.question.span("k", sample.sequence)
     own = np.repeat(np.eye(q.num_heads_kv), q.group, axis=1)
-    for name in names if views else ():
-        step = RESULTS["backward"][name]
-        due = sample.found[name][views[0].view.keys].swapaxes(0, 1).reshape(q.num_heads_kv, -1)
+    for name in [n for n in ("dk", "dv") if n in sample.wrong and q.num_heads_q > 1]:
+        due = sample.found[name][rows].swapaxes(0, 1).reshape(q.num_heads_kv, -1)
         unit = max(sample.wrong[name], 1e-4) * float(np.sqrt(np.mean(due**2)))
         if not unit or not np.isfinite(due).all():
             continue
-        parts = np.concatenate([STEPS[step](c) for c in views]).reshape(q.num_heads_q, -1) / unit
+        parts = _parts(q, sample.given, name)[rows].swapaxes(0, 1).reshape(q.num_heads_q, -1) / unit
         found = np.linalg.lstsq(parts.T, due.T / unit, rcond=1e-9)[0].T
         by = np.where(np.abs(found - np.rint(found)) < 1e-2, np.rint(found) + 0.0, found)
         of_others = np.where(own > 0, 0.0, by).any()
@@ -117,27 +110,18 @@ def of_heads(sample: Sample) -> Iterator[Bug]:
             text = f"the heads of a group count {by_head(by[own > 0])} times each"
             text = f"{name}, {in_heads(by, own)}" if of_others else text
             bug = "gqa-reduction-map" if of_others else "gqa-group-not-summed"
-            yield Bug(bug, text, BACKWARD, steps={step: partial(_of_heads, by, step)})
+            yield Bug(bug, text, BACKWARD, store=partial(_of_heads, by, name, sample))
 
 
-def _of_heads(by: Floats, step: str, c: Context) -> Floats:
-    """What every query head of a sequence adds to the key/value head of a view."""
-    every = contexts(c.question, "backward", c.given)
-    here = [changed(x, r=c.r, o=c.o) for x in every if x.view.sequence == c.view.sequence]
-    parts = np.concatenate([STEPS[step](x) for x in here])
-    return np.asarray(by[c.view.head_kv, :, None, None] * parts)
+def _parts(question: Question, given: Given, name: str) -> Floats:
+    """What every query head adds to a gradient of keys, (total_k, num_heads_q, width)."""
+    found = np.zeros((len(question.k), question.num_heads_q, getattr(question, name[1]).shape[2]))
+    for c in contexts(question, "backward", given):
+        x = STEPS[RESULTS["backward"][name]](c)
+        np.add.at(found, (c.view.keys[:, None], c.view.heads), x.swapaxes(0, 1))
+    return found
 
 
-def without_D(sample: Sample) -> Iterator[Bug]:
-    """D of 0 in the rows of dq that are wrong: as a grid that is too small leaves it."""
-    if "dq" not in sample.wrong:
-        return
-    found, due = sample.found["dq"], by_rows("dq", sample.truth["dq"])
-    bad = rows_off(found, due, np.ones(due.shape[:2], dtype=bool), OFF)
-
-    def D(c: Context) -> Floats:
-        return np.where(bad[np.ix_(c.view.rows, c.view.heads)].T, 0.0, STEPS["D"](c))
-
-    places = "; ".join(where(sample.question, "dq", bad))
-    text = f"D is 0, not dout . out - dlse, in some rows: {places}"
-    yield Bug("delta-of-another-out", text, BACKWARD, steps={"D": D})
+def _of_heads(by: Floats, name: str, of: Sample, question: Question, answers: Answers) -> Answers:
+    given = of.given if question is of.question else question.passed
+    return answers | {name: np.einsum("kh,nhd->nkd", by, _parts(question, given, name))}

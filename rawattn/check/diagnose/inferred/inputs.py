@@ -1,7 +1,6 @@
 """Which bug of what is read, or where results are stored? Hundreds of listed ones are tried on one
 sequence; constants and orders of rows, which are too many to list, are read off."""
 
-import itertools
 import math
 from collections.abc import Iterator
 from functools import partial
@@ -10,9 +9,9 @@ import numpy as np
 
 from rawattn.check.diagnose.catalogue import inputs, stages, tiles
 from rawattn.check.diagnose.catalogue.sparse import selection
-from rawattn.check.diagnose.engine.attention import Bug, Given, solve
+from rawattn.check.diagnose.engine.attention import Bug, solve
 from rawattn.check.diagnose.engine.effort import spent
-from rawattn.check.diagnose.engine.question import OF_KEYS, Answers, Question, by_rows
+from rawattn.check.diagnose.engine.question import OF_KEYS, Question, by_rows
 from rawattn.check.diagnose.evidence.precision import relative_residual
 from rawattn.check.diagnose.inferred import accumulators, dropped
 from rawattn.check.diagnose.inferred.sample import WHOLE, Sample, is_wrong, stored
@@ -23,40 +22,40 @@ HELPS, FAR = 0.5, 0.25  # of the right one's residual, and of what was found: at
 CLOSE = 5e-5  # a number that is as near to another as this is that one
 
 
-def numbers(question: Question, answers: Answers, stage: str) -> Iterator[Bug]:
-    """Bugs whose numbers are read off the answers of ``stage``; none where nothing can be read."""
-    for sample in _samples(question, answers, stage):
-        sums = accumulators.bugs, accumulators.of_heads, accumulators.without_D
-        for of in (_constants, *sums, _rearranged):
+def numbers(first: Sample) -> Iterator[Bug]:
+    """Bugs whose numbers are read off the answers; none where nothing can be read."""
+    for sample in _samples(first):
+        for of in (_constants, accumulators.bugs, accumulators.of_heads, _rearranged):
             yield from of(sample)
-        of_tiles = tiles.sums(question, stage, sample.wrong.keys())
+        of_tiles = tiles.sums(sample.question, sample.stage, sample.wrong.keys())
         yield from sample.near([of_tiles], YIELDED, spent() + EFFORT)
 
 
-def bugs(question: Question, answers: Answers, stage: str) -> Iterator[Bug]:
-    """Of many bugs of one kind those that come near the answers of ``stage``."""
-    for sample in _samples(question, answers, stage):
+def bugs(first: Sample) -> Iterator[Bug]:
+    """Of many bugs of one kind those that come near the answers."""
+    question, stage = first.question, first.stage
+    for sample in _samples(first):
         wrong = sample.wrong.keys()
-        right, first = sample.found.keys() - wrong, sample.sequence
+        right, b = sample.found.keys() - wrong, sample.sequence
         families = (
             selection.candidates(question, stage, wrong) if question.sparse else (),
             tiles.of_splits(question) if stage == "forward" and not question.sparse else (),
             dropped.bugs(sample),
-            inputs.candidates(question, stage, wrong, right, first),
-            stages.candidates(question, stage, wrong, first),
+            inputs.candidates(question, stage, wrong, right, b),
+            stages.candidates(question, stage, wrong, b),
         )
         yield from sample.near(families, YIELDED, spent() + EFFORT)
 
 
-def _samples(question: Question, answers: Answers, stage: str) -> Iterator[Sample]:
+def _samples(first: Sample) -> Iterator[Sample]:
     """With the out and lse that a backward pass may have had, those where something is wrong."""
-    given = None if stage in ("forward", "jvp") else question.given_to_backward(answers)
-    every: list[Given] = [given]
-    if given is not None and question.passed is None and is_wrong(question, given):
-        right = solve(question, "forward")
-        every.append((right["out"], right["lse"]))
-    samples = (Sample(question, answers, stage, one) for one in every)
-    yield from itertools.takewhile(lambda sample: sample.wrong, samples)
+    q, given = first.question, first.given
+    if first.wrong:
+        yield first
+    if first.wrong and given is not None and q.passed is None and is_wrong(q, given):
+        right = solve(q, "forward")
+        other = Sample(q, first.answers, first.stage, (right["out"], right["lse"]))
+        yield from [other] * bool(other.wrong)
 
 
 def _constants(sample: Sample) -> Iterator[Bug]:

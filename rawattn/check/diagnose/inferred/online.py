@@ -12,7 +12,7 @@ import numpy as np
 from rawattn.check.diagnose.catalogue import partial_sums
 from rawattn.check.diagnose.catalogue.partial_sums import RIGHT, Results, merged
 from rawattn.check.diagnose.engine.attention import Bug, Context, Floats, contexts
-from rawattn.check.diagnose.engine.question import BY_ROW, Answers, Question
+from rawattn.check.diagnose.engine.question import BY_ROW
 from rawattn.check.diagnose.inferred.sample import Sample
 
 FITS = 0.01  # of the squares of what is wrong may be left on the view that is looked at
@@ -37,10 +37,10 @@ WORDS = {"e": "the sum of P o E", "tout": "the sum of (P o E) V", "ptv": "the su
 
 
 @np.errstate(all="ignore")
-def bugs(question: Question, answers: Answers, stage: str) -> list[Bug]:
+def bugs(sample: Sample) -> list[Bug]:
     """Bugs of partial sums that fit the view of a sample."""
-    sample = Sample(question, answers, stage)
-    views = contexts(question, stage) if sample.wrong and stage in TENSORS else ()
+    stage = sample.stage
+    views = contexts(sample.question, stage) if sample.wrong and stage in TENSORS else ()
     for c in (c for c in views if sample.has(c.view) and c.S.shape[2]):
         names = {of: name for of, name in TENSORS[stage].items() if name in sample.found}
         at = np.ix_(c.view.rows, c.view.heads)

@@ -1,6 +1,6 @@
-"""Numbers of rows that are others in a derivative: a row statistic (e, W, D), or how often a term
-has a row. Results are linear in each of them, so that they tell that number row by row; what it is
-in place of the right one, is told of all rows at once."""
+"""Numbers of rows that are others: a row statistic (lse, D, e, W), or how often a term has a row.
+Results are linear in each of them, so that they tell that number row by row; what it is in place
+of the right one, is told of all rows at once."""
 
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
@@ -14,23 +14,28 @@ from rawattn.check.diagnose.catalogue.reading import of_view
 from rawattn.check.diagnose.catalogue.second_order import at, with_values
 from rawattn.check.diagnose.engine.attention import TILES, Bug, Same, contexts, sequences
 from rawattn.check.diagnose.engine.question import BY_ROW, OF_KEYS, OF_SLOTS, Question, by_rows
-from rawattn.check.diagnose.engine.steps import STEPS, Context, Floats, Step, row_max
+from rawattn.check.diagnose.engine.steps import LOG2_E, STEPS, Context, Floats, Step, row_max
 from rawattn.check.diagnose.evidence.precision import finite
 from rawattn.check.diagnose.evidence.structure import where
 from rawattn.check.diagnose.inferred.sample import Sample
 from rawattn.check.diagnose.inferred.terms import CLEAR, CLOSE
 from rawattn.check.diagnose.read.fields import sum_in_words, sums_of
 
+APART = (*OF_SLOTS, "delta")  # results that are made apart
 LEAST = 1e-3  # of what numbers are known by in most rows: where it is less they are not known
-QUANTITIES: dict[str, Step] = {  # (heads, n) of a context that a number may hold; of jvp the last
-    **{"W": lambda c: c.w, "D": lambda c: c.D, "dlse": lambda c: c.dL + 0 * c.e},
-    **{"e": lambda c: c.e, "lse": lambda c: c.L, "row_max": row_max},
+QUANTITIES: dict[str, Step] = {  # (heads, n) of a context that a number may hold
+    **{"W": lambda c: c.w, "e": lambda c: c.e, "D": lambda c: c.D},
+    "dlse": lambda c: c.dL + np.zeros(c.S.shape[:2]),
+    "exp(sink - lse) D": lambda c: STEPS["P0"](c) * c.D,
+    **{"lse": lambda c: c.L, "row_max": row_max},
     "row_sum": lambda c: np.exp(c.L - row_max(c)),
     "1 / row_sum": lambda c: np.exp(row_max(c) - c.L),
     "": lambda c: np.ones(c.S.shape[:2]),
 }
-OF = {"W": "second-w-omitted", "D": "delta-of-another-out"}
-OF |= {"e": "tangent-e-omitted", "": "second-term-dropped"}
+ALL = [*QUANTITIES]
+OF_BASE_2 = [[LOG2_E], [1 - LOG2_E], [LOG2_E - 1]]
+HELD = {"second": ALL, "backward": ALL[2:], "jvp": [ALL[1], *ALL[5:]], "forward": ALL[5:]}
+OF = {"W": "second-w-omitted", "D": "delta-of-another-out", "e": "tangent-e-omitted"}
 
 
 @dataclass(frozen=True)
@@ -86,14 +91,24 @@ def _often(more: Step) -> dict[str, Step]:
     return {"tO": with_values("tO", P=lambda c: c.P * (1 + more(c)[..., None]))}
 
 
+def _times(step: str, more: Step) -> dict[str, Step]:
+    return {step: lambda c: STEPS[step](c) * (1 + more(c)[..., None])}
+
+
+DELTA = Number("D", "D", partial(_more_of, "D"))
 NUMBERS = {
+    "forward": (
+        Number("how often out is there", "", partial(_times, "O")),
+        Number("lse", "lse", partial(_more_of, "L")),
+    ),
+    "backward": (DELTA, Number("how often dq is there", "", partial(_times, "dQ"))),
     "second": (
         Number("e", "e", partial(_more_of, "e")),
         Number("e of the second pass", "e", partial(_e_of, "dS', gv")),
         *(Number(f"e in {x}", "e", partial(_e_of, x)) for x in ("dS'", "ddout, W", "ddout")),
         Number("ddlse", "e", partial(_more_of, "tL")),
         Number("W", "W", partial(_more_of, "w")),
-        Number("D", "D", partial(_more_of, "D")),
+        DELTA,
         Number("how often P ddv is in ddout", "", _often),
     ),
     "jvp": (
@@ -115,22 +130,25 @@ def bugs(sample: Sample) -> Iterator[Bug]:
     given = None if sample.given is None else Same(sample.given)
     rows = Rows(sample.question, given, sample.stage)
     for number in NUMBERS[sample.stage] if sample.wrong else ():
-        steps = number.adding(QUANTITIES[""])
-        one = sample.planted(Bug("", stages=(sample.stage,), steps=steps))
-        moved = {n for n, x in sample.truth.items() if not np.array_equal(one[n], x)} - {*OF_SLOTS}
-        told = sorted(moved & sample.wrong.keys() - {*OF_KEYS}, key=lambda n: n in BY_ROW)
-        if told and moved - {*OF_KEYS, "gq"} <= sample.wrong.keys():  # these have kernels apart
-            read = _read(sample, told[0], by_rows(told[0], one[told[0]]))
-            yield from _told(rows, number, *read) if read else ()
+        read = read_of(sample, number)
+        yield from _told(rows, number, *read) if read else ()
 
 
-def _read(sample: Sample, tensor: str, one: Floats) -> Read | None:
+def read_of(sample: Sample, number: Number) -> Read | None:
     """What a result of rows tells, if it is right but for the number of each; nothing where
-    rounding leaves too much of what is off. ``one``: the result with 1 more of each number."""
+    rounding leaves too much of what is off."""
+    steps = number.adding(QUANTITIES[""])
+    one = sample.planted(Bug("", stages=(sample.stage,), steps=steps))  # 1 more of each number
+    moved = {n for n, x in sample.truth.items() if not np.array_equal(one[n], x)} - {*APART}
+    told = sorted(moved & sample.wrong.keys() - {*OF_KEYS}, key=lambda n: n in BY_ROW)
+    if not told or moved - {*OF_KEYS, "gq"} - sample.wrong.keys():  # these have kernels apart
+        return None
+    tensor = told[0]
     found, right = sample.found[tensor], by_rows(tensor, sample.truth[tensor])
     inside = (sample.question.sequence_of(tensor) >= 0)[:, None, None]
     there = np.isfinite(found + right) & inside
-    due, by = (np.where(there, x - right, 0.0) for x in (found, finite(one)))
+    of_one = finite(by_rows(tensor, one[tensor]))
+    due, by = (np.where(there, x - right, 0.0) for x in (found, of_one))
     size = (by * by).sum(axis=2)
     known = np.sqrt(size) > LEAST * np.sqrt(size.mean())
     size = np.where(known, size, 1.0)
@@ -156,7 +174,8 @@ def _told(
         off = known & (abs(added) > CLOSE * abs(added).max())
         what = f"{every[off].mean():.3g}" if np.ptp(every[off]) < 1e-3 else "other numbers"
         places = "; ".join(where(rows.question, "lse", off.T, known.T))
-        name, text = "unknown", f"{what}, not {right or 1}, {places}"
+        kind = OF[right] if right == "D" else "unknown"
+        name, text = kind, f"{what}, not {right or 1}, {places}"
 
     def more(c: Context) -> Floats:
         here = Rows(c.question, c.given, rows.stage)
@@ -171,10 +190,12 @@ def _forms(
 ) -> Iterator[tuple[str, str, Callable[[Rows], Floats]]]:
     """What numbers may be in place of the right ones, the class, and the words: sums of two others,
     those of other places, and sums that go on from one tile of queries to the next."""
-    names = [*QUANTITIES][3 if rows.stage == "jvp" else 0 :]
-    basis = {n: rows.of(n)[known] / unit for n in names}
+    basis = {n: rows.of(n)[known] / unit for n in HELD[rows.stage]}
     for by in sums_of({n: of for n, of in basis.items() if of.any()}, x / unit, 2):
-        kind = "not-normalised" if "row_sum" in by and not right else OF[right]
+        of_term = "second-term-dropped" if rows.stage in ("jvp", "second") else "unknown"
+        kind = "not-normalised" if "row_sum" in by and not right else OF.get(right, of_term)
+        if right == "lse" and np.isclose([*by.values()], OF_BASE_2, 1e-3).any():
+            kind = "lse-base-2"
         yield kind, sum_in_words(by), partial(Rows.summed, often=by)
     for by_map in maps.families(rows.question, True) if right else ():
         text = f"that of other rows: {by_map.words}"

@@ -54,7 +54,7 @@ class Sample:
     def __init__(
         self, question: Question, answers: Answers, stage: str, given: Given = None
     ) -> None:
-        self.question, self.stage = question, stage
+        self.question, self.answers, self.stage = question, answers, stage
         of_forward = stage in ("forward", "jvp")
         self.given = None if of_forward else given or question.given_to_backward(answers)
         right = solve(question, stage, given=self.given)

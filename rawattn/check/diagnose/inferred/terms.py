@@ -31,15 +31,15 @@ EFFORT = 2000.0  # units, for bugs of one pass
 OF_SCALE = ("constant-factor", "second-term-dropped")  # what softmax_scale may be a factor of
 
 
-def single(question: Question, answers: Answers, stage: str) -> list[Bug]:
+def single(sample: Sample) -> list[Bug]:
     """Bugs of one term; some tensors may tell other factors than others."""
-    sample = Sample(question, answers, stage)
-    return _alone(sample, [*second_order.terms(question, stage)]) if sample.wrong else []
+    terms = second_order.terms(sample.question, sample.stage)
+    return _alone(sample, [*terms]) if sample.wrong else []
 
 
-def bugs(question: Question, answers: Answers, stage: str) -> Iterator[Bug]:
+def bugs(sample: Sample) -> Iterator[Bug]:
     """Of one pass of a double backward alone, or of the tangents of a jvp alone."""
-    sample = Sample(question, answers, stage)
+    question, stage = sample.question, sample.stage
     if not sample.wrong:
         return
     first = bool({"ddout", "ddlse"} & sample.wrong.keys())

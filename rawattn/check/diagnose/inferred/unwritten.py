@@ -19,10 +19,11 @@ Rows = np.ndarray  # (tokens, heads)
 Found = dict[str, Rows]  # of tensors
 
 
-def bugs(question: Question, answers: Answers, stage: str) -> Iterator[Bug]:
-    """One with all rows of the tensors of ``stage`` that hold a constant and should not, and one of
+def bugs(sample: Sample) -> Iterator[Bug]:
+    """One with all rows of the tensors that hold a constant and should not, and one of
     those that hold no numbers, or some where there is no key, or no query that sees it."""
-    sample, constants = Sample(question, answers, stage), Found()
+    question, answers, stage = sample.question, sample.answers, sample.stage
+    constants = Found()
     for name in (n for n in STAGES[stage] if n in sample.wrong and n not in UNTOLD):
         constant = _constant(sample, name, constants.get(name.replace("lse", "out"), False))
         if constant is not None:

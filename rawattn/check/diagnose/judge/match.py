@@ -50,7 +50,7 @@ BEYOND = ("second", "jvp")
 INFERRED = (online.bugs, inputs.numbers, inputs.bugs, unwritten.bugs)
 QUICK = 2  # of these, which cost next to nothing
 RIGHT = (NO_BUG, replace(NO_BUG, steps={"tO": second_order.by_given_out}))  # tO by the given out
-Search = Callable[[Question, Answers, str], Iterable[Bug]]
+Search = Callable[[Sample], Iterable[Bug]]
 
 
 @dataclass(frozen=True, eq=False)
@@ -197,16 +197,19 @@ class Stage:
             yield self.of_some_rows
 
     @cached_property
+    def sample(self) -> Sample:
+        return Sample(*self.asked, self.given)
+
+    @cached_property
     def sizes(self) -> Answers:
         return noise.sizes(self.question, self.stage, self.given)
 
     @cached_property
     def usual(self) -> list[Prediction]:
         """Predictions with each bug that is listed, that other stages have, or of one term."""
-        more = terms.single(*self.asked) if self.stage != "forward" else []
+        more = terms.single(self.sample) if self.stage != "forward" else []
         with _searching():
-            of_rows = self.stage in BEYOND and not more
-            more += row_numbers.bugs(Sample(*self.asked)) if of_rows else ()
+            more += row_numbers.bugs(self.sample) if not more else ()
         with warnings.catch_warnings(action="ignore", category=SearchFailed):
             hinted = self.planted(self.hints)  # of problems that may have other heads
         return [*self.planted(self.worth), *hinted, *self.planted(more)]
@@ -214,10 +217,10 @@ class Stage:
     @cached_property
     def worth(self) -> list[Bug]:
         """Listed bugs that leave less than the right computation where the most is wrong."""
-        sample, found = Sample(*self.asked, self.given), []
+        found = []
         for bug in self.listed:
             with _searching():
-                found += [bug] if sample.allows(bug) else []
+                found += [bug] if self.sample.allows(bug) else []
         return found
 
     def _of_terms(self) -> list[Prediction]:
@@ -225,7 +228,7 @@ class Stage:
         found = list[Bug]()
         if self.stage in BEYOND and (self.shown or not over(self.until)):
             with _searching():
-                found += terms.bugs(*self.asked)
+                found += terms.bugs(self.sample)
         return self.planted(found)
 
     @cached_property
@@ -245,7 +248,7 @@ class Stage:
         """Predictions of ``bugs``, and of those that searches of the answers give."""
         for of in searches if not over(self.until) else ():
             with _searching():
-                bugs = [*bugs, *of(*self.asked)]
+                bugs = [*bugs, *of(self.sample)]
         bugs = [bug for bug in bugs if self.stage in bug.stages and self.allows(bug)]
         return [*self.planted(bugs), *self.with_other_inputs(bugs)]
 

@@ -6,10 +6,12 @@ from typing import Any
 
 import numpy as np
 
-from rawattn.check.diagnose.engine.attention import contexts, solve
+from rawattn.check.diagnose.engine.attention import solve
 from rawattn.check.diagnose.engine.question import Answers, Question
-from rawattn.check.diagnose.engine.steps import Floats, times
+from rawattn.check.diagnose.engine.steps import Floats
 from rawattn.check.diagnose.evidence.places import places_of
+from rawattn.check.diagnose.inferred.row_numbers import DELTA, read_of
+from rawattn.check.diagnose.inferred.sample import Sample
 
 STARTS, STEPS, STEP = (0.3, 1.0, 4.0), 9, 1e-4  # of Newton's method, for a scale
 CELLS = 2_000_000  # intervals of all rows that are tried
@@ -108,12 +110,6 @@ def _of_scale(question: Question, answers: Answers) -> Iterator[Option]:
 
 def _of_delta(question: Question, answers: Answers) -> Iterator[Option]:
     """D = dout . out - dlse with some dlse, which dq tells: it is linear in that of its row."""
-    if "dq" not in answers or question.dlse is not None:
-        return
-    found = np.zeros(question.q.shape[1::-1])
-    for c in contexts(question, "backward", question.given_to_backward(answers)):
-        at = c.view.rows[None], c.view.heads[:, None]
-        more, once = np.asarray(answers["dq"][at], np.float64) - c.dQ, c.s * times(c.P, c.K)
-        found[at[::-1]] = (more * once).sum(axis=-1) / np.maximum((once**2).sum(axis=-1), 1e-30)
-    if np.isfinite(found).all():
-        yield "a cotangent of lse (dlse)", {"dlse": found.astype(np.float32)}
+    sample = Sample(question, answers, "backward")
+    if question.dlse is None and "dq" in sample.wrong and (read := read_of(sample, DELTA)):
+        yield "a cotangent of lse (dlse)", {"dlse": -read[1].astype(np.float32)}

@@ -11,8 +11,7 @@ from rawattn.check.diagnose.engine import question as problems
 from rawattn.check.diagnose.engine.question import BY_TOKENS, Answers, Question, by_rows, side_of
 from rawattn.check.diagnose.evidence import structure
 from rawattn.check.diagnose.findings import Finding
-from rawattn.check.diagnose.inferred import accumulators
-from rawattn.check.diagnose.inferred.sample import Sample
+from rawattn.check.diagnose.inferred import row_numbers
 from rawattn.check.diagnose.judge.match import Stage
 from rawattn.check.diagnose.judge.proofs import finding
 
@@ -80,7 +79,7 @@ def of_all(
     look_at = "offsets in memory (their width), grids, and workspaces: short packs are right"
     given = (side, bug, ", ".join(wrong), "medium", said)
     work = of["dq"] if "dq" in wrong else None
-    for guess in work.planted(accumulators.without_D(Sample(*work.asked))) if work else ():
+    for guess in work.planted(row_numbers.bugs(work.sample)) if work else ():
         if all(of[n] is work and work.relative(n, guess) < OFF for n in wrong):
             return [finding(side, guess.bug.name, *given[2:], title=guess.bug.variant)]
     return [finding(*given, title=title, look_at=look_at)]

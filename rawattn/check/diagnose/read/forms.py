@@ -8,11 +8,10 @@ from itertools import islice, product
 
 import numpy as np
 
-from rawattn.check.diagnose.catalogue import maps
-from rawattn.check.diagnose.engine.attention import STEPS, TILES, Context, deltas
+from rawattn.check.diagnose.engine.attention import TILES, Context, deltas
 from rawattn.check.diagnose.engine.question import Question
 from rawattn.check.diagnose.engine.steps import changed, times
-from rawattn.check.diagnose.read.fields import moved, rows_of, sum_in_words, sums_of
+from rawattn.check.diagnose.read.fields import rows_of, sum_in_words, sums_of
 from rawattn.check.diagnose.read.part import Part
 from rawattn.check.diagnose.read.terms import of_columns
 
@@ -67,7 +66,10 @@ def form_of(part: Part, second: Callable[[], Part]) -> Change | None:
         with contextlib.suppress(NotImplementedError, ValueError):  # nobody is known to see there
             other = second()
             found = [x for x in found if x.dY and other.fits(other.of(x.dY))] or found
-    return found[0] if found else _another_term(part)
+    calls = (part.row_term[at] for _, at in part.slopes.asked)
+    of_rows = all(rows_of(x, part.of_row_term) is not None for x in calls)
+    another = Change(["has another row term than D = dout . out"], ANOTHER) if of_rows else None
+    return found[0] if found else another
 
 
 def _of_terms(factors: Mapping[str, float], c: Context) -> Array:
@@ -152,17 +154,11 @@ def _row_terms(part: Part) -> Iterator[Change]:
 
 
 def _others(question: Question) -> Iterator[tuple[str, str, Of]]:
-    for by in maps.families(question, True):
-        yield f"of {by.words}", "statistics-misplaced", partial(_moved, by)
     for (words, of), tile in product(OVER.items(), TILES):
         yield f"over {words.format(tile)} alone", ANOTHER, partial(_over, of, tile)
     for tile, own in product(TILES, TILES):
         text = f"of row j // {tile} * {tile} + i % {own}, from where the tile of keys begins"
         yield text, "statistics-misplaced", partial(_at_keys, tile, own)
-
-
-def _moved(by: maps.Map, c: Context) -> Array:
-    return moved(by, lambda c: deltas(c.question, c.given), c)[..., None]
 
 
 def _over(which: Which, tile: int, c: Context) -> Array:
@@ -207,30 +203,3 @@ def _slopes(part: Part) -> Iterator[Change]:
 def _with_slope(factors: Mapping[str, float], c: Context) -> Array:
     t = c.cap[0] / c.question.softcap
     return np.asarray(c.G * sum(x * SLOPES[name](t) for name, x in factors.items()) * c.dS)
-
-
-def _another_term(part: Part) -> Change | None:
-    """Whether what stands in the place of D is a number of every row, in every call; which sum."""
-    if any(rows_of(part.row_term[at], part.of_row_term) is None for _, at in part.slopes.asked):
-        return None
-    c, at = part.main
-    term = np.fmax.reduce(part.row_term[at], axis=-1)
-    known = np.isfinite(term)
-    rows = {n: np.broadcast_to(x[..., None], part.P.shape)[at] for n, x in _row_numbers(c).items()}
-    basis = {name: (x[..., 0] / part.of_row_term)[known] for name, x in rows.items()}
-    factors = next(sums_of(basis, (term / part.of_row_term)[known], 2), None)
-    if factors is None:
-        return Change(["has another row term than D = dout . out"], ANOTHER)
-    text = f"has the row term {sum_in_words(factors)}, not D"
-    return Change([text], ANOTHER, partial(_with_delta, partial(_of_row, factors)), whole=True)
-
-
-def _row_numbers(c: Context) -> dict[str, Array]:
-    """What may stand in the place of D, or beside it."""
-    found = {"D": c.D, "dlse": c.dL, "exp(sink - lse) D": STEPS["P0"](c) * c.D}
-    return {name: x for name, x in found.items() if np.any(x)}
-
-
-def _of_row(factors: Mapping[str, float], c: Context) -> Array:
-    numbers = _row_numbers(c)
-    return np.asarray(sum(x * numbers.get(n, 0.0) for n, x in factors.items()))[..., None]

@@ -101,12 +101,10 @@ class Slopes:
 
 @dataclass(frozen=True, eq=False)
 class Backward:
-    """weights: P as dv has it, with the lse that was passed. slopes: dS as dq and dk have it.
-    adds: of dk and dv (num_heads_q, num_heads_kv), how much a query head adds to which head."""
+    """weights: P as dv has it, with the lse that was passed. slopes: dS as dq and dk have it."""
 
     weights: Weights
     slopes: dict[str, Slopes]
-    adds: dict[str, Array]
 
 
 def problem(question: Question, seed: int, *, other: int = 0) -> Question:
@@ -233,10 +231,14 @@ def read_backward(ask: Ask, question: Question) -> Backward:
         of_heads[:, range(H), range(H)] = 1
     _, asked = with_right(replace(question, q=columns[0], k=k, v=v, dout=columns[1]))
     answers = _called(ask, asked, dk=k.shape, dv=v.shape)
-    adds = {name: np.abs(answers[name][..., :H]).sum(axis=0).T for name in ("dk", "dv")}
+    own = np.repeat(np.eye(question.num_heads_kv), group, axis=1) > 0
+    for name in ("dk", "dv"):
+        adds = np.abs(answers[name][..., :H]).sum(axis=0)
+        if adds.any() and not np.array_equal(adds > 0.02 * adds.max(), own):
+            raise Refused(f"heads of {name} are not sums over the query heads of their groups")
     passed = Right(places)
     vars(passed).update(S=of_k.S, lse=lse)  # of several calls, in place of what is computed
-    return Backward(Weights(passed, P, lse, None, calls), {"dq": of_q, "dk": of_k}, adds)
+    return Backward(Weights(passed, P, lse, None, calls), {"dq": of_q, "dk": of_k})
 
 
 def _blocks(count: int, width: int) -> Iterator[Array]:

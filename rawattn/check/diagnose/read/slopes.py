@@ -1,4 +1,4 @@
-"""What a backward pass has in place of dS, and which heads it adds up where."""
+"""What a backward pass has in place of dS."""
 
 from collections.abc import Callable
 from functools import partial
@@ -10,7 +10,7 @@ from rawattn.check.diagnose.engine.attention import STEPS, Context, changed
 from rawattn.check.diagnose.evidence.places import Array, places_of
 from rawattn.check.diagnose.evidence.support import LESS, MORE, Support, support_of
 from rawattn.check.diagnose.read.contexts import of_view
-from rawattn.check.diagnose.read.fields import Field, by_head, in_heads
+from rawattn.check.diagnose.read.fields import Field, by_head
 from rawattn.check.diagnose.read.forms import Change, by_own_sums, form_of
 from rawattn.check.diagnose.read.part import Part
 from rawattn.check.diagnose.read.probe import Backward
@@ -26,9 +26,7 @@ IN_ANOTHER_WAY = "is wrong in another way"
 def said_of_backward(
     read: Backward, second: Callable[[], Backward], support: Support | None = None
 ) -> Said:
-    """Like ``said_of``, of P as dv has it, of dS as dq and dk have it, and of the heads' sums."""
-    if (of_heads := _of_sums(read)) is not None:
-        return of_heads
+    """Like ``said_of``, of P as dv has it, and of dS as dq and dk have it."""
     listed = islice(of_lists(read.weights, lambda: second().weights), TRIED)
     if every := [_with_slopes(said, read, second) for said in listed]:
         return next((said for said in every if "dS" in said.right), every[0])
@@ -66,25 +64,6 @@ def _change(
     if same is not None and same.whole and same.dY and own.fits(own.of(same.dY)):
         return same
     return _change_of(own, lambda: Part(said, second(), name))
-
-
-def _of_sums(read: Backward) -> Said | None:
-    """Where other query heads than its own add to a head of dk or dv."""
-    places = read.weights.places
-    count, group = places.question.num_heads_kv, places.question.group
-    own = np.arange(count).repeat(group)[:, None] == np.arange(count)
-    said, alone = Said(read.weights, Support(places, places.rights, ())), True
-    for name, adds in read.adds.items():
-        where = adds > 0.02 * adds.max(initial=0.0)
-        if np.array_equal(where, own):
-            continue
-        alone = alone and (where & own).sum() == where.sum() == count
-        if not (np.isfinite(adds).all() and where.any() and adds[where].min() > 0.2 * adds.max()):
-            said.unread[:] = ["dk and dv are not sums over the queries of their heads"]
-            continue
-        said.wrong.append(f"{name}, {in_heads(where.T, own.T)}")
-    said.names.append("gqa-group-not-summed" if alone else "gqa-reduction-map")
-    return None if said.sound else said
 
 
 def _masked(c: Context) -> Array:

@@ -7,7 +7,7 @@ import numpy as np
 
 from rawattn.check.diagnose.catalogue import first_order
 from rawattn.check.diagnose.engine.attention import TILES
-from rawattn.check.diagnose.engine.steps import LOG2_E, STEPS, Context, changed
+from rawattn.check.diagnose.engine.steps import STEPS, Context, changed
 from rawattn.check.diagnose.evidence.places import Array, Places, Right, log_sum, places_of
 from rawattn.check.diagnose.evidence.rules import Rule, Span
 from rawattn.check.diagnose.read import fields
@@ -30,12 +30,6 @@ PARTS: dict[str, Callable[[Array, Array, Array], Array]] = {  # of L, sinks, and
     "the larger of row_max and sink": lambda L, sink, top: np.maximum(sink, top),
 }
 NO_SINKS = [*PARTS][:4]
-SUMMED = {  # of the right lse and row_max, if that is all
-    ("lse-base-2", "in base 2"): (LOG2_E, 0),
-    ("lse-without-max", "{}"): (1, -1),
-    ("lse-base-2", "{}: the logarithm of the row sum is in base 2"): (LOG2_E, 1 - LOG2_E),
-    ("lse-base-2", "{}: the row maximum is in base 2"): (1, LOG2_E - 1),
-}
 KEYS: dict[str, Callable[[Places], Array]] = {  # that row sums may be over
     "the keys that must be seen": lambda places: places.rights,
     "all keys of the sequence": lambda places: places.own[None],
@@ -118,7 +112,7 @@ def _filled(number: float, c: Context) -> Array:
 
 
 def _say_lse(said: Said, x: _Rows, with_sinks: Array) -> None:
-    """What lse is made of in place of the logarithm of the row sums."""
+    """Whether lse is the logarithm of the row sums."""
     lse = np.asarray(said.weights.lse)
     known = x.known & ~(np.isneginf(lse) & (x.total - x.top < x.noise))  # of sums of nothing
     lse, total = lse[known], x.total[known]
@@ -129,20 +123,10 @@ def _say_lse(said: Said, x: _Rows, with_sinks: Array) -> None:
             own = said.steps["softmax"]
             said.steps["softmax"] = lambda c: (STEPS["softmax"](c)[0], own(c)[1])
         return
-    top = x.top[known]
-    parts = {name: PARTS[name](total, top, top) / x.noise for name in NO_SINKS}
-    found = sums_of(parts, lse / x.noise, len(parts)) if np.isfinite(lse).all() else iter(())
-    factors = next(found, None)
-    if factors is None and np.abs(lse - total).max() < ROUNDED:
+    if np.abs(lse - total).max() < ROUNDED:
         said.unread.append("lse is off by less than a hundredth")
-    elif factors is None:
-        said.wrong.append("lse is not the logarithm of the row sums")
     else:
-        by = [factors.get(name, 0.0) for name in NO_SINKS]
-        told = (x for x, due in SUMMED.items() if np.allclose(by, (*due, 0, 0), 1e-2))
-        name, text = next(told, ("unknown", "{}"))
-        said.say(f"lse is {text.format(sum_in_words(factors))}", name)
-        said.steps["L"] = partial(_sum_of, factors, "L")
+        said.wrong.append("lse is not the logarithm of the row sums")
 
 
 def _sum_of(factors: dict[str, float], of: str, c: Context) -> Array:
