@@ -71,6 +71,8 @@ def windows(question: Question) -> Iterator[tuple[str, str, Window]]:
             yield "window-off-by-one", f"{words} {by:+}", moved
         dropped = Window(math.inf if of_left else left, math.inf if of_right else right)
         yield "window-dropped", words, dropped
+    if left != right:
+        yield "wrong-keys", "the sides of the window, exchanged", Window(right, left)
     if right > 0:
         yield "wrong-keys", "no key behind the query is seen, as if causal", Window(left, 0)
 

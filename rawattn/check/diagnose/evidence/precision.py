@@ -33,10 +33,10 @@ def to_dtype(dtype: type) -> Callable[[Floats], Floats]:
     return r
 
 
-def to_tf32(x: Floats) -> Floats:
-    """Rounded to the 10 bits of mantissa that TF32 keeps of float32."""
+def to_tf32(x: Floats, half: int = 0x1000) -> Floats:
+    """Rounded to the 10 bits of mantissa that TF32 keeps of float32; cut off with a half of 0."""
     bits = np.ascontiguousarray(x, dtype=np.float32).view(np.uint32)
-    rounded = ((bits + np.uint32(0x1000)) & np.uint32(0xFFFFE000)).view(np.float32)
+    rounded = ((bits + np.uint32(half)) & np.uint32(0xFFFFE000)).view(np.float32)
     return np.where(np.isfinite(x), rounded, x).astype(np.float64)
 
 

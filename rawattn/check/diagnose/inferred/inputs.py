@@ -25,7 +25,7 @@ CLOSE = 5e-5  # a number that is as near to another as this is that one
 def numbers(first: Sample) -> Iterator[Bug]:
     """Bugs whose numbers are read off the answers; none where nothing can be read."""
     for sample in _samples(first):
-        for of in (_constants, accumulators.bugs, accumulators.of_heads, _rearranged):
+        for of in (_constants, accumulators.bugs, _rearranged):
             yield from of(sample)
         of_tiles = tiles.sums(sample.question, sample.stage, sample.wrong.keys())
         yield from sample.near([of_tiles], YIELDED, spent() + EFFORT)

@@ -5,6 +5,7 @@ of the right one, is told of all rows at once."""
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import lru_cache, partial
+from itertools import product
 from typing import NamedTuple
 
 import numpy as np
@@ -57,8 +58,10 @@ class Rows:
     def summed(self, often: Mapping[str, float]) -> Floats:
         return np.asarray(sum((x * self.of(n) for n, x in often.items()), 0.0 * self.of("")))
 
-    def moved(self, name: str, by: maps.Map) -> Floats:
-        return by.moved(maps.geometry(self.question, "lse"), self.of(name))
+    def moved(self, name: str, by: maps.Map, own: str) -> Floats:
+        """By a map, but for what is ``own``, and lacks in it."""
+        less = self.of(own) if own else 0.0
+        return by.moved(maps.geometry(self.question, "lse"), self.of(name) + less) - less
 
     def kept(self, name: str, tile: int) -> Floats:
         """Sums that are cleared for every head of a sequence, not for each of its tiles."""
@@ -192,14 +195,16 @@ def _forms(
     those of other places, and sums that go on from one tile of queries to the next."""
     basis = {n: rows.of(n)[known] / unit for n in HELD[rows.stage]}
     for by in sums_of({n: of for n, of in basis.items() if of.any()}, x / unit, 2):
-        of_term = "second-term-dropped" if rows.stage in ("jvp", "second") else "unknown"
+        of_term = "second-term-dropped" if rows.stage in ("jvp", "second") else "denominator"
         kind = "not-normalised" if "row_sum" in by and not right else OF.get(right, of_term)
         if right == "lse" and np.isclose([*by.values()], OF_BASE_2, 1e-3).any():
             kind = "lse-base-2"
         yield kind, sum_in_words(by), partial(Rows.summed, often=by)
-    for by_map in maps.families(rows.question, True) if right else ():
-        text = f"that of other rows: {by_map.words}"
-        yield "statistics-misplaced", text, partial(Rows.moved, name=right, by=by_map)
+    with_dlse = right == "D" and rows.question.dlse is not None
+    for by_map, own in product(maps.families(rows.question, True), ("", "dlse")[: 1 + with_dlse]):
+        text = f"that of other rows{', but for dlse' * bool(own)}: {by_map.words}"
+        if right:
+            yield "statistics-misplaced", text, partial(Rows.moved, name=right, by=by_map, own=own)
     for tile in TILES if right else ():
         text = f"the sums of the tiles of {tile} queries of its head before too"
         yield "accumulator-not-reset", text, partial(Rows.kept, name=right, tile=tile)

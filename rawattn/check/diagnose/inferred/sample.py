@@ -18,6 +18,7 @@ CLEARS = 0.4  # of what the right computation leaves: a bug that leaves less is 
 FAR = 0.3  # of the size: what a bug may leave at most
 LOOKED_AT = 20  # bugs of which the nearest are chosen by all of an answer
 ALIKE = 80  # the same of those that leave as little
+NOISE = {8: 1e-10, 4: 1e-5}  # of results, by their bytes
 WHOLE = slice(None)
 
 
@@ -64,8 +65,9 @@ class Sample:
         self.wrong: dict[str, float] = {}
         self.sizes: dict[tuple[str, int], Floats] = {}  # of answers of sequences, by head
         for name in sorted(self.found):
-            noise = 4 * eps_of(np.asarray(answers[name]))
-            noise = max(noise, 1e-5) if answers[name].dtype.itemsize > 2 else noise
+            noise = max(
+                4 * eps_of(np.asarray(answers[name])), NOISE.get(answers[name].dtype.itemsize, 0)
+            )
             if self.of_all(name, self.truth[name]) > noise:
                 self.wrong[name] = noise
         self.sequence, self.head_kv, best = 0, 0, 0.0

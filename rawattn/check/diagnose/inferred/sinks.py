@@ -73,6 +73,8 @@ def _weights(question: Question, sinks: Floats, lse: Floats) -> dict[str, Floats
         f"exp({a}sink - {b}lse)": x * sinks - y * np.where(np.isfinite(lse), lse, 0.0)
         for (a, x), (b, y) in product(factors.items(), factors.items())
     }
+    if (cap := question.softcap) is not None:
+        exponents["exp(softcap(sink) - lse)"] = cap * np.tanh(sinks / cap) - dead_to_inf(np, lse)
     with np.errstate(over="ignore"):
         return {words: np.exp(x) * np.isfinite(lse) for words, x in exponents.items()}
 

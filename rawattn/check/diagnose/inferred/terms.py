@@ -13,10 +13,10 @@ from rawattn.check.diagnose.catalogue import first_order, second_order
 from rawattn.check.diagnose.catalogue.reading import of_view
 from rawattn.check.diagnose.catalogue.second_order import Term, by_given_out, of_one_pass
 from rawattn.check.diagnose.catalogue.sparse import selection
-from rawattn.check.diagnose.engine.attention import FORWARD, TILES, Bug, View, each, solve
+from rawattn.check.diagnose.engine.attention import FIRST, FORWARD, TILES, Bug, View, each, solve
 from rawattn.check.diagnose.engine.effort import spent
 from rawattn.check.diagnose.engine.question import Answers, Question, by_rows
-from rawattn.check.diagnose.engine.steps import LOG2_E, Context, Floats, Step, times
+from rawattn.check.diagnose.engine.steps import LOG2_E, STEPS, Context, Floats, Step, times
 from rawattn.check.diagnose.evidence.places import places_of
 from rawattn.check.diagnose.evidence.precision import finite
 from rawattn.check.diagnose.inferred.sample import Sample
@@ -26,6 +26,7 @@ from rawattn.check.diagnose.read.fields import number
 NUMBERS = 20_000  # of a tensor that are looked at, about
 NEAR, CLOSE = 1e-2, 1e-3  # of a factor to one that has a name; of what is off that may be left
 CLEAR = 0.05  # of the square of what is off, where rounding leaves more than that nothing is read
+STEP, TOLD = 1e-3, 1e-2  # of a factor of all scores; of what is off, that it may leave
 MOST = 4  # bugs of one pass, for each tensor
 EFFORT = 2000.0  # units, for bugs of one pass
 OF_SCALE = ("constant-factor", "second-term-dropped")  # what softmax_scale may be a factor of
@@ -33,8 +34,29 @@ OF_SCALE = ("constant-factor", "second-term-dropped")  # what softmax_scale may 
 
 def single(sample: Sample) -> list[Bug]:
     """Bugs of one term; some tensors may tell other factors than others."""
-    terms = second_order.terms(sample.question, sample.stage)
-    return _alone(sample, [*terms]) if sample.wrong else []
+    if sample.stage in FIRST and (of_scale := _of_scale(sample)):
+        return of_scale
+    forward = sample.stage == "forward" or not sample.wrong
+    return [] if forward else _alone(sample, [*second_order.terms(sample.question, sample.stage)])
+
+
+def _of_scale(sample: Sample) -> list[Bug]:
+    """A softmax_scale that is off by so little that results change in proportion to it."""
+
+    def scaled(by: float) -> Bug:
+        variant = f"the scores are multiplied by {1 + by:.10g}, as by log2(e) in too few digits"
+        return Bug("score-scale", variant, FIRST, steps={"Y": lambda c: (1 + by) * STEPS["Y"](c)})
+
+    one, due, by = sample.planted(scaled(STEP)), list[Floats](), list[Floats]()
+    for name in sample.wrong:
+        right, there = by_rows(name, sample.truth[name]), np.isfinite(sample.found[name])
+        there &= (sample.question.sequence_of(name) >= 0)[:, None, None] & np.isfinite(right)
+        due.append((sample.found[name] - right)[there])
+        by.append((by_rows(name, one[name]) - right)[there] / STEP)
+    off, of = np.concatenate(due or [np.zeros(0)]), np.concatenate(by or [np.zeros(0)])
+    factor = float(of @ off) / max(float(of @ of), 1e-30)
+    told = 0 < abs(factor) < STEP and np.linalg.norm(off - factor * of) < TOLD * np.linalg.norm(off)
+    return [scaled(factor)] * bool(told)
 
 
 def bugs(sample: Sample) -> Iterator[Bug]:

@@ -405,10 +405,10 @@ def _best(alike: Sequence[tuple[Finding, Kind]]) -> tuple[Finding, Kind]:
     """The surest of findings, with the form of the bug that fits the most kinds of cases."""
     often = Counter(form for one, _ in alike for form in {*one.forms})
 
-    def merit(found: tuple[Finding, Kind]) -> tuple[int, int, int]:
+    def merit(found: tuple[Finding, Kind]) -> tuple[int, bool, int, int]:
         one, (cases, _) = found  # where there are more heads, fewer maps of them look alike
         most = max((often[form] for form in one.forms), default=0)
-        return one.rank, -most, -cases[0].num_heads_q
+        return one.rank, one.form is None, -most, -cases[0].num_heads_q
 
     best, kind = min(alike, key=merit)
     return best.worded(max(best.forms, key=lambda form: often[form], default="")), kind

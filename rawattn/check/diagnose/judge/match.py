@@ -24,7 +24,14 @@ from rawattn.check.diagnose.evidence import precision as noise
 from rawattn.check.diagnose.evidence.precision import Fit, Precision, fit, ladder, relative_residual
 from rawattn.check.diagnose.evidence.structure import where
 from rawattn.check.diagnose.evidence.support import NO_RULE
-from rawattn.check.diagnose.inferred import inputs, online, row_numbers, terms, unwritten
+from rawattn.check.diagnose.inferred import (
+    accumulators,
+    inputs,
+    online,
+    row_numbers,
+    terms,
+    unwritten,
+)
 from rawattn.check.diagnose.inferred.sample import Sample, in_rows, is_wrong
 from rawattn.check.diagnose.read.name import UNREAD, Readings
 
@@ -36,7 +43,14 @@ SHARE = 2.0**-6  # of the size of a row: what another one is off by
 ROWS = 4  # wrong ones, at least, for a bug to be one of these alone
 ELSEWHERE = "; all else is right"
 # words of forms that tell no cause
-INEXACT = (NO_RULE, ELSEWHERE, "and of no others", "or are not written", "the first tile alone")
+INEXACT = (
+    NO_RULE,
+    ELSEWHERE,
+    "and of no others",
+    "or are not written",
+    "the first tile alone",
+    "holds other numbers",
+)
 BETTER = 0.95  # of the residual, at most, that a bug leaves where it is the reason
 FAR = 0.3  # residual of what no rounding explains
 # Tensors of one loop, which a bug of that loop changes together.
@@ -207,9 +221,10 @@ class Stage:
     @cached_property
     def usual(self) -> list[Prediction]:
         """Predictions with each bug that is listed, that other stages have, or of one term."""
-        more = terms.single(self.sample) if self.stage != "forward" else []
+        more = terms.single(self.sample)
         with _searching():
             more += row_numbers.bugs(self.sample) if not more else ()
+            more += accumulators.of_heads(self.sample) if self.stage == "backward" else ()
         with warnings.catch_warnings(action="ignore", category=SearchFailed):
             hinted = self.planted(self.hints)  # of problems that may have other heads
         return [*self.planted(self.worth), *hinted, *self.planted(more)]

@@ -20,6 +20,7 @@ from rawattn.check.diagnose.engine.question import Answers, Question, by_rows
 from rawattn.check.diagnose.engine.steps import LOG2_E, STEPS, Context, Floats, Step, changed, times
 from rawattn.check.diagnose.evidence.precision import residual, to_dtype, to_tf32
 from rawattn.check.diagnose.findings import Finding
+from rawattn.check.diagnose.inferred import row_numbers, terms
 from rawattn.check.diagnose.judge.match import FAR, StageVerdict, good
 from rawattn.check.diagnose.judge.proofs import finding
 
@@ -31,6 +32,7 @@ FAR_ONLINE = 0.1  # of the size: more is lost by no 16 bits that go from tile to
 FEW = 16  # numbers that an error must change, for it to follow anything
 NARROWS = 0.4  # of an error: what an intermediate that is rounded may leave of it
 EXACT = 0.01  # the same, beyond doubt
+LEAVES = 0.02  # the same, of a number that is another one
 ALONE, ALL_BUT = ", there alone,", 0.1  # of one product; what its operands may leave
 NARROW = (ml_dtypes.bfloat16, np.float16, ml_dtypes.float8_e4m3fn, ml_dtypes.float8_e5m2)
 OF_DERIVATIVES = {"P": "bP", "D": "D", "dP": "dP"}
@@ -50,6 +52,8 @@ def of_right(verdict: StageVerdict, side: str, *, zeros: bool) -> list[Finding]:
     finest, narrow = verdict.work.finest.name, verdict.work.question.dtype.itemsize == 2
     if not verdict.sound or verdict.precision == finest:
         return []
+    if not narrow and (found := _of_numbers(verdict, side)):
+        return found
     form, told, left = narrowed(verdict, verdict.right)
     if not (zeros or left < EXACT) and (found := in_16_bits(verdict, side, verdict.right)):
         return found
@@ -71,6 +75,28 @@ def of_right(verdict: StageVerdict, side: str, *, zeros: bool) -> list[Finding]:
         return [finding(side, "narrow-intermediate", where, "medium", (said,), form=like)]
     told_so = finding(side, "rounding", where, "high", (said, told)[: 1 + bool(told)], form=like)
     return [replace(told_so, form=form or None)]
+
+
+def _of_numbers(verdict: StageVerdict, side: str) -> list[Finding]:
+    """A factor of the scores, or numbers of rows, that are off by no more than rounding may be."""
+    work, fine = verdict.work, good(verdict.work.right_at(verdict.work.finest))
+    coarse = [name for name in verdict.right if name not in fine]
+    for guess in work.planted([*terms.single(work.sample), *row_numbers.bugs(work.sample)]):
+        left = [work.relative(n, guess) / verdict.null[n].relative for n in coarse]
+        if max(left, default=1.0) < LEAVES:
+            where, said = (
+                f"{work.stage}: {', '.join(coarse)}",
+                f"leaves {max(left):.1g} of what is off",
+            )
+            of = (
+                side,
+                guess.bug.name,
+                where,
+                "high",
+                (f"planted in the float64 reference it {said}",),
+            )
+            return [finding(*of, form=guess.bug.variant)]
+    return []
 
 
 def of_wrong(verdict: StageVerdict, side: str) -> list[Finding]:
@@ -145,11 +171,12 @@ def _roundings(stage: str) -> Iterator[Bug]:
             form = f"{words} in {np.dtype(dtype).name}"
             yield Bug("narrow-intermediate", form, (stage,), steps=steps)
     coarse = {np.dtype(dtype).name: to_dtype(dtype) for dtype in NARROW[:2]}
-    for name, r in (coarse | {"TF32 (or float16)": to_tf32}).items():
+    coarse |= {"TF32 (or float16)": to_tf32, "TF32, cut off": partial(to_tf32, half=0)}
+    for name, r in coarse.items():
         for step in (step for step in PROGRAMS[stage] if step in PRODUCTS):
             product, operands, _ = PRODUCTS[step]
             some = {f"the operands of {product}": operands}
-            some |= {f"{word(x, stage)} of {product}": (x,) for x in operands if r is not to_tf32}
+            some |= {f"{word(x, stage)} of {product}": (x,) for x in operands if "TF32" not in name}
             for words, of in some.items():
                 narrow = {x: lambda c, r=r, x=x: r(getattr(c, x)) for x in of}
                 steps = {step: with_values(step, **narrow)}

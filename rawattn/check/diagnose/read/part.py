@@ -9,6 +9,7 @@ import numpy as np
 
 from rawattn.check.diagnose.engine.attention import Context
 from rawattn.check.diagnose.engine.question import Question
+from rawattn.check.diagnose.engine.steps import changed
 from rawattn.check.diagnose.evidence.places import Array, Places, Right, places_of
 from rawattn.check.diagnose.read.contexts import backward_of
 from rawattn.check.diagnose.read.fields import Field
@@ -34,7 +35,8 @@ class Part:
             self.slopes = replace(self.slopes, slope=slope)
         slopes = self.slopes
         L = np.where(np.isfinite(slopes.L), slopes.L, np.inf)
-        self.P = self._weights(places, slopes.S, L)
+        of_rows = said is not None and "bP" in said.steps
+        self.P = self.of(lambda c: c.P) if of_rows else self._weights(places, slopes.S, L)
         size = float(np.sqrt(np.mean(slopes.Z**2))) or 1.0
         self.there = (self.P > 1e-4) & (np.abs(slopes.Z) > CLEAR * size)
         due = np.where(self.there, self.P * slopes.Z, 1.0)
@@ -55,6 +57,9 @@ class Part:
         c = backward_of(Right(places))
         c.W = self.seen.astype(np.float64)
         c.P = self._weights(places, c.S, dead_to_inf(np, c.L)[..., None])
+        if self.said is not None and "bP" in self.said.steps:
+            S = np.where(self.seen, self.said.scores(places, c.S), -np.inf)
+            c.P = self.said.steps["bP"](changed(c, S=S))
         if self.said is not None and self.said.listed is not None:
             c.G = c.slope = listed_scores(self.said.listed, places, c.S)[1]
         c.dS = c.P * (c.dP - c.D[..., None])

@@ -36,7 +36,7 @@ def said_of_backward(
 def _with_slopes(said: Said, read: Backward, second: Callable[[], Backward]) -> Said:
     """What is said of P, and what is wrong with dS beside it."""
     said.right[:] = [f"P of dv ({', '.join(said.right)})"] if said.right else []
-    if "bP" in said.steps or said.unread:
+    if said.unread:
         return said  # what dS should be is not known
     dq = _change(said, read, second, "dq", None)
     dk = _change(said, read, second, "dk", dq)
@@ -55,7 +55,8 @@ def _change(
     said: Said, read: Backward, second: Callable[[], Backward], name: str, same: Change | None
 ) -> Change:
     """What is wrong with dS of a gradient; ``same``: with that of dq, which tells of all heads."""
-    if (said.see or said.term or said.listed) and Part(None, read, name).right:
+    of_P = said.see or said.term or said.listed or "bP" in said.steps
+    if of_P and Part(None, read, name).right:
         return Change(["is that of the right weights"], "", _masked, masked=True)
     own = Part(said, read, name)
     if said.wrong and own.fits(own.of(by_own_sums)):

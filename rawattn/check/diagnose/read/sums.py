@@ -2,11 +2,13 @@
 
 from collections.abc import Callable, Iterator
 from functools import partial
+from itertools import product
 
 import numpy as np
 
 from rawattn.check.diagnose.catalogue import first_order
 from rawattn.check.diagnose.engine.attention import TILES
+from rawattn.check.diagnose.engine.question import Question
 from rawattn.check.diagnose.engine.steps import STEPS, Context, changed
 from rawattn.check.diagnose.evidence.places import Array, Places, Right, log_sum, places_of
 from rawattn.check.diagnose.evidence.rules import Rule, Span
@@ -30,6 +32,8 @@ PARTS: dict[str, Callable[[Array, Array, Array], Array]] = {  # of L, sinks, and
     "the larger of row_max and sink": lambda L, sink, top: np.maximum(sink, top),
 }
 NO_SINKS = [*PARTS][:4]
+SINK = "sink"
+NUMBERS = {"": "{} more than the keys that are seen", SINK: "exp(sink) {} times too often"}
 KEYS: dict[str, Callable[[Places], Array]] = {  # that row sums may be over
     "the keys that must be seen": lambda places: places.rights,
     "all keys of the sequence": lambda places: places.own[None],
@@ -44,8 +48,8 @@ class _Rows:
     def __init__(self, said: Said, read: Weights) -> None:
         self.places = read.places
         self.S, self.seen = said.scores(read.places, read.right.S), read.seen
-        self.logs, sinks = read.logs, read.places.question.sinks
-        self.sinks = None if sinks is None else np.asarray(sinks, dtype=np.float64)[:, None]
+        self.logs, q = read.logs, read.places.question
+        self.sinks = None if q.sinks is None else _sinks(q)
         right = read.places.rights & self.seen
         count = np.maximum(right.sum(axis=-1), 1)
         self.total = np.where(right, self.S - self.logs, 0.0).sum(axis=-1) / count
@@ -55,6 +59,10 @@ class _Rows:
     def fit(self, due: Array, times: int = 1) -> bool:
         """Whether these are the logarithms of the sums."""
         return bool(np.abs(self.total - due)[self.known].max(initial=0) < times * self.noise)
+
+
+def _sinks(question: Question) -> Array:
+    return np.asarray(question.sinks, dtype=np.float64)[:, None]
 
 
 def say_passed(said: Said) -> None:
@@ -86,7 +94,11 @@ def say_sums(said: Said, second: Callable[[], Weights]) -> None:
     elif x.sinks is not None and x.fit(due):
         said.say("the sinks are not in the row sums", "sinks-dropped")
     elif not (_say_keys(said, x, second) if x.sinks is None else _say_sink(said, x, x.sinks, due)):
-        _say_mass(said, x, with_sinks)
+        if x.fit(said.weights.right.lse):
+            said.say("the row sums are those of the right scores", "")
+            said.steps["softmax"] = partial(_over, lambda c: _of_rows(c, _right_lse(c)))
+        else:
+            _say_mass(said, x, with_sinks)
     if said.weights.lse is not None:
         _say_lse(said, x, with_sinks)
 
@@ -152,7 +164,7 @@ def _say_sink(said: Said, x: _Rows, sinks: Array, due: Array) -> bool:
         said.steps |= first_order.with_sink(partial(_sum_of, factors, "sink"))
     elif other := map_of(x.places.question, [(sinks + np.zeros(top.shape), ...)], told, size):
         text = f"the sink of other rows and heads: {other[0].words}"
-        sink = partial(moved, other[0], lambda c: np.asarray(c.question.sinks)[:, None])
+        sink = partial(moved, other[0], lambda c: _sinks(c.question))
         said.steps |= first_order.with_sink(sink)
     else:
         return False
@@ -162,32 +174,49 @@ def _say_sink(said: Said, x: _Rows, sinks: Array, due: Array) -> bool:
 
 def _say_keys(said: Said, x: _Rows, second: Callable[[], Weights]) -> bool:
     """Whether the row sums are of other keys than the weights, all or by a rule of one bound."""
-    for words, of in KEYS.items():
-        for rule in (Rule(()), *_bounds(x, of(x.places))):
-            if x.fit(_sums(rule, of, x)):
+    for tile, (words, of) in product((1, *TILES), KEYS.items()):
+        for rule in (Rule(()), *_bounds(x, of(x.places), tile)):
+            summed = partial(_sums, rule, of, tile)
+            if x.fit(summed(x)):
                 other = _Rows(said, second())
-                if other.fit(_sums(rule, of, other)):
-                    with_rule = f" with {rule}" * bool(rule.spans)
-                    said.say(f"the row sums are of {words}{with_rule}", "denominator")
-                    said.steps["softmax"] = partial(_over_keys, rule, of)
+                if other.fit(summed(other)):
+                    words += f" with {rule}" * bool(rule.spans)
+                    words += f", and zeros up to the end of a tile of {tile}" * (tile > 1)
+                    said.say(f"the row sums are of {words}", "denominator")
+                    said.steps["softmax"] = partial(_over_keys, rule, of, tile)
                     return True
     return False
 
 
-def _sums(rule: Rule, of: Callable[[Places], Array], x: _Rows) -> Array:
+def _padded(x: Places, there: Array, tile: int) -> Array:
+    """(..., total_q, 1): how many keys of padding a tile of keys has that ends beside one that is
+    ``there`` (..., total_q, total_k)."""
+    return np.asarray((there & (x.j == x.m - 1)).any(axis=-1, keepdims=True) * (-x.m % tile))
+
+
+def _sums(rule: Rule, of: Callable[[Places], Array], tile: int, x: _Rows) -> Array:
     """Their logarithms; rows without these keys tell nothing, where they are few, or are divided by
     1, beside their maximum."""
-    found = log_sum(np.where(of(x.places) & rule.holds(x.places), x.S, -np.inf))
+    there = of(x.places) & rule.holds(x.places)
+    found = _with_zeros(np.where(there, x.S, -np.inf), _padded(x.places, there, tile))
     few = np.isneginf(found).mean(where=x.known) < fields.FEW
     return np.where(np.isneginf(found), x.total if few else x.top, found)
 
 
-def _bounds(x: _Rows, there: Array) -> Iterator[Rule]:
+def _with_zeros(S: Array, zeros: Array) -> Array:
+    """The logarithms of the sums of exp(S) and of so many ``zeros`` (..., 1)."""
+    with np.errstate(divide="ignore"):
+        return np.asarray(np.logaddexp(log_sum(S), np.log(zeros.astype(float))[..., 0]))
+
+
+def _bounds(x: _Rows, there: Array, tile: int) -> Iterator[Rule]:
     """Rules of one bound with which the row that is off most has its sum."""
     keys = np.where(there, x.S, -np.inf)
     off = np.where(x.known, np.abs(log_sum(keys) - x.total), 0.0)
     h, i = np.unravel_index(off.argmax(), off.shape)
     e = np.exp(keys[h, i] - x.total[h, i])
+    last = x.places.j[i] == x.places.m[i] - 1
+    e = e + last * (-x.places.m[i] % tile) * np.exp(-x.total[h, i])
     for name in x.places.features:
         of = np.broadcast_to(x.places.feature(name), x.places.j.shape)[i]
         for value in np.unique(of[e > 0]):
@@ -202,13 +231,17 @@ def _over(L: Callable[[Context], Array], c: Context) -> tuple[Array, Array]:
     return by, np.exp(c.S - dead_to_inf(np, by)[..., None])
 
 
-def _over_keys(rule: Rule, of: Callable[[Places], Array], c: Context) -> tuple[Array, Array]:
+def _over_keys(
+    rule: Rule, of: Callable[[Places], Array], tile: int, c: Context
+) -> tuple[Array, Array]:
     """Weights over the sum of other keys."""
     places = places_of(c.question)
-    keys = of_view(c, of(places) & rule.holds(places))
+    there = of(places) & rule.holds(places)
+    keys, zeros = of_view(c, there), _padded(places, there, tile)[..., c.view.rows, :]
     unseen = ~(c.W > 0).any(axis=(0, 1))  # keys of which a view has no scores
     S = np.where(unseen, of_view(c, Right(places).S), c.G * c.cap[0])  # of masked ones too
-    L = log_sum(np.where(keys, S, -np.inf))
+    zeros = zeros if len(zeros) == 1 else zeros[c.view.heads]
+    L = _with_zeros(np.where(keys, S, -np.inf), zeros)
     by = np.where(np.isneginf(L), c.S.max(axis=-1, initial=-np.inf), L)  # 1 in place of no sum
     with np.errstate(over="ignore"):
         return L, np.asarray(np.exp(c.S - dead_to_inf(np, by)[..., None]))
@@ -223,18 +256,46 @@ def _say_mass(said: Said, x: _Rows, due: Array) -> None:
         said.say(f"the weights of a row sum to {mean}, not 1", "")
     elif other := map_of(x.places.question, [(due, ...)], total, x.noise):
         said.say(f"the row sums are those of other rows: {other[0].words}", "statistics-misplaced")
-        lse = partial(moved, other[0], lambda c: Right(places_of(c.question)).lse)
-        said.steps["softmax"] = partial(_over, lse)
-    elif x.sinks is not None and (often := _often(x, mass / np.exp(x.sinks))):
-        said.say(f"the row sums have exp(sink) {often} too often", "denominator")
+        said.steps["softmax"] = partial(_over, partial(moved, other[0], _right_lse))
+    elif (held := _of_heads(x, due)) is not None:
+        told = fields.in_heads(held, np.eye(len(held)))
+        said.say(f"the row sums are of the keys of several heads: {told}", "accumulator-not-reset")
+        said.steps["softmax"] = partial(_over, partial(_summed, held))
     elif _say_more(said, x, mass) or _say_factor(said, x, due):
         return
     elif np.abs(ratio).max() < ROUNDED:
         said.unread.append("the row sums are off by less than a hundredth, by no rule")
+    elif x.sinks is not None and (often := _often(x, mass / np.exp(x.sinks))):
+        said.say(f"the row sums have exp(sink) {often} too often", "denominator")
     elif often := _often(x, mass):
         said.say(f"the row sums have exp(0) of what is no key, {often}", "denominator")
     else:
         said.say("the row sums are wrong, by another number in every row", "denominator")
+
+
+def _right_lse(c: Context) -> Array:
+    return Right(places_of(c.question)).lse
+
+
+def _of_rows(c: Context, x: Array) -> Array:
+    return np.asarray(x[np.ix_(c.view.heads, c.view.rows)])
+
+
+def _of_heads(x: _Rows, due: Array) -> Array | None:
+    """How often the row sums of each head have those of every head, if these are whole numbers."""
+    rows = x.known.all(axis=0) & np.isfinite(due).all(axis=0)
+    parts, sums = np.exp(due)[:, rows], np.exp(x.total)[:, rows]
+    if rows.sum() <= len(due) or len(due) == 1:
+        return None
+    held = np.rint(np.linalg.lstsq(parts.T, sums.T, rcond=1e-9)[0].T) + 0.0
+    with np.errstate(divide="ignore", invalid="ignore"):
+        off = np.abs(np.log(held @ parts) - x.total[:, rows])
+    return held if off.max() < x.noise and (held >= 0).all() else None
+
+
+def _summed(held: Array, c: Context) -> Array:
+    with np.errstate(divide="ignore"):
+        return _of_rows(c, np.log(held @ np.exp(_right_lse(c))))
 
 
 def _say_factor(said: Said, x: _Rows, due: Array) -> bool:
@@ -270,18 +331,21 @@ def _say_more(said: Said, x: _Rows, mass: Array) -> bool:
         times = (mass / allowed * unit).sum(axis=1) / np.where(size > 0, size, 1.0)
         times = np.where(np.abs(times - np.rint(times)) < 0.02, np.rint(times), times)
         left = np.abs(mass / allowed - times[:, None] * unit)[x.known].max()
-        if left < 1 and size.any() and (not end or (times == 1).all()):
+        if left < 1 and size.any() and (end in NUMBERS or (times == 1).all()):
             text = f"every key of padding up to {end}"
-            text = text if end else f"{fields.by_head(times)} more than the keys that are seen"
-            said.say(f"the row sums have {text}", "padded-keys" if end else "denominator")
+            text = NUMBERS.get(end, text).format(fields.by_head(times))
+            name = "denominator" if end in NUMBERS else "padded-keys"
+            name = "sinks-dropped" if end == SINK and (times == -1).all() else name
+            said.say(f"the row sums have {text}", name)
             said.steps |= first_order.with_sink(partial(_and_more, times, of))
             return True
     return False
 
 
 def _others(x: _Rows, mass: Array) -> dict[str, Callable[[Places], Array]]:
-    """What may be there, and how much of it once: keys of padding, by their end, or "" a number."""
-    found = {"the longest sequence": partial(_padding, 0, 0)}
+    """What may be there, and how much of it once: sinks, keys of padding by their end, a number."""
+    found = {SINK: lambda places: np.exp(_sinks(places.question))} if x.sinks is not None else {}
+    found["the longest sequence"] = partial(_padding, 0, 0)
     padded = int(np.rint(np.median((mass + x.places.m[:, 0])[x.known])))
     if padded > max(x.places.question.lengths_k):  # that of a sequence that is not here
         found[f"{padded} keys"] = partial(_padding, 0, padded)
@@ -297,10 +361,10 @@ def _padding(tile: int, length: int, places: Places) -> Array:
 
 def _and_more(times: Array, of: Callable[[Places], Array], c: Context) -> Array:
     """The sink, if there is one, with what else is in the row sums, by its logarithm."""
-    whole = times[:, None] * of(places_of(c.question))
+    whole = times[:, None] * of(places_of(c.question)) + np.zeros(len(c.question.q))
+    here = whole[np.ix_(c.view.heads, c.view.rows)] + (0.0 if c.sink is None else np.exp(c.sink))
     with np.errstate(divide="ignore"):
-        more = np.log(np.maximum(whole[np.ix_(c.view.heads, c.view.rows)], 0.0))
-    return np.asarray(more if c.sink is None else np.logaddexp(more, c.sink))
+        return np.asarray(np.log(np.maximum(here, 0.0)))
 
 
 def say_values(said: Said) -> None:

@@ -17,8 +17,8 @@ from rawattn.check.diagnose.read.fields import Field, by_head, number, of_heads,
 
 Curve = Callable[[Array, float], tuple[Array, Array]]  # other scores, and their derivative
 CURVES: dict[str, Curve] = {  # of uncapped scores with a number c
-    "capped, {c} tanh(S / {c})": lambda S, c: (c * np.tanh(S / c), 1 - np.tanh(S / c) ** 2),
     "not capped": lambda S, c: (S, np.ones_like(S)),
+    "capped, {c} tanh(S / {c})": lambda S, c: (c * np.tanh(S / c), 1 - np.tanh(S / c) ** 2),
     "clipped at {c}": lambda S, c: (np.clip(S, -c, c), 1.0 * (abs(S) < c)),
     "their absolute values": lambda S, c: (np.abs(S), np.sign(S)),
 }
