@@ -26,6 +26,7 @@ from rawattn.check.diagnose.evidence.structure import where
 from rawattn.check.diagnose.evidence.support import NO_RULE
 from rawattn.check.diagnose.inferred import (
     accumulators,
+    columns,
     inputs,
     online,
     row_numbers,
@@ -223,7 +224,7 @@ class Stage:
         """Predictions with each bug that is listed, that other stages have, or of one term."""
         more = terms.single(self.sample)
         with _searching():
-            more += row_numbers.bugs(self.sample) if not more else ()
+            more += [*columns.bugs(self.sample), *row_numbers.bugs(self.sample)] if not more else ()
             more += accumulators.of_heads(self.sample) if self.stage == "backward" else ()
         with warnings.catch_warnings(action="ignore", category=SearchFailed):
             hinted = self.planted(self.hints)  # of problems that may have other heads
