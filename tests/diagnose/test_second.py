@@ -43,7 +43,7 @@ PLANTS: dict[str, Hooks] = {
     "W holds W - e": {"W": lambda c, x: x - (c.P * c.E).sum(axis=1, keepdims=True)},
 }
 FIRST: dict[str, tuple[str, Hooks]] = {
-    "in base 2: lse holds 1.44 lse - 0.443 row_max": (
+    "in base 2: lse holds row_max + 1.44 log(row_sum)": (
         "forward",
         {"softmax": lambda c, x: (c.top + (x[0] - c.top) / LN_2, x[1])},
     ),

@@ -149,18 +149,24 @@ def _operands(question: Question, stage: str, wrong: Names, right: Names, b: int
                     steps = {step: with_values(step, **values)}
                     yield Bug("arguments-swapped", text, (stage,), steps=steps)
         for size in TILES if step in SQUARES else ():
-            square = {SQUARES[step]: partial(_transposed, SQUARES[step], size)}
-            text = f"{word(SQUARES[step], stage)} in {product}: whole squares of {size} transposed"
-            yield Bug("stale-tile", text, (stage,), steps={step: with_values(step, **square)})
+            for words, all_ in ((", with zeros past the end", True), (" that are whole", False)):
+                square = {SQUARES[step]: partial(_transposed, SQUARES[step], size, all_)}
+                text = f"{word(SQUARES[step], stage)} in {product}: squares of {size}{words}"
+                steps = {step: with_values(step, **square)}
+                yield Bug("stale-tile", f"{text}, transposed", (stage,), steps=steps)
 
 
-def _transposed(operand: str, size: int, c: Context) -> Floats:
-    """Pairs (heads, n, m) with every square of a tile transposed that is not cut off by the end."""
+def _transposed(operand: str, size: int, all_: bool, c: Context) -> Floats:
+    """Pairs (heads, n, m) with every square of a tile transposed, or those that are whole."""
     x: Floats = getattr(c, operand)
-    i, j = np.ogrid[: x.shape[1], : x.shape[2]]
-    whole = (i // size < x.shape[1] // size) & (j // size < x.shape[2] // size)
+    n, m = x.shape[1:]
+    i, j = np.ogrid[:n, :m]
+    whole = (i // size < n // size) & (j // size < m // size)
     rows, keys = i - i % size + j % size, j - j % size + i % size
-    return x[:, np.where(whole, rows, i), np.where(whole, keys, j)]
+    if not all_:
+        return x[:, np.where(whole, rows, i), np.where(whole, keys, j)]
+    there = (rows < n) & (keys < m)
+    return np.where(there, x[:, np.minimum(rows, n - 1), np.minimum(keys, m - 1)], 0.0)
 
 
 def word(operand: str, stage: str) -> str:

@@ -32,9 +32,9 @@ QUANTITIES: dict[str, Step] = {  # (heads, n) of a context that a number may hol
     "row_sum": lambda c: np.exp(c.L - row_max(c)),
     "1 / row_sum": lambda c: np.exp(row_max(c) - c.L),
     "": lambda c: np.ones(c.S.shape[:2]),
+    "log(row_sum)": lambda c: c.L - row_max(c),
 }
 ALL = [*QUANTITIES]
-OF_BASE_2 = [[LOG2_E], [1 - LOG2_E], [LOG2_E - 1]]
 HELD = {"second": ALL, "backward": ALL[2:], "jvp": [ALL[1], *ALL[5:]], "forward": ALL[5:]}
 OF = {"W": "second-w-omitted", "D": "delta-of-another-out", "e": "tangent-e-omitted"}
 
@@ -193,11 +193,12 @@ def _forms(
 ) -> Iterator[tuple[str, str, Callable[[Rows], Floats]]]:
     """What numbers may be in place of the right ones, the class, and the words: sums of two others,
     those of other places, and sums that go on from one tile of queries to the next."""
-    basis = {n: rows.of(n)[known] / unit for n in HELD[rows.stage]}
+    twin = "lse" if right == "lse" else "log(row_sum)"  # of which one is told
+    basis = {n: rows.of(n)[known] / unit for n in HELD[rows.stage] if n != twin}
     for by in sums_of({n: of for n, of in basis.items() if of.any()}, x / unit, 2):
         of_term = "second-term-dropped" if rows.stage in ("jvp", "second") else "denominator"
         kind = "not-normalised" if "row_sum" in by and not right else OF.get(right, of_term)
-        if right == "lse" and np.isclose([*by.values()], OF_BASE_2, 1e-3).any():
+        if right == "lse" and np.isclose([*by.values()], LOG2_E, 1e-3).any():
             kind = "lse-base-2"
         yield kind, sum_in_words(by), partial(Rows.summed, often=by)
     with_dlse = right == "D" and rows.question.dlse is not None

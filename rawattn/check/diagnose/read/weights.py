@@ -15,6 +15,7 @@ from rawattn.check.diagnose.evidence.structure import where
 from rawattn.check.diagnose.evidence.support import LESS, MORE, OTHER, Support, support_of
 from rawattn.check.diagnose.read.contexts import context_of
 from rawattn.check.diagnose.read.fields import Field, map_of_lse, with_lse
+from rawattn.check.diagnose.read.moves import say_moves
 from rawattn.check.diagnose.read.probe import Weights
 from rawattn.check.diagnose.read.said import COARSE, Said, of_lists
 from rawattn.check.diagnose.read.sums import say_passed, say_sums, say_values
@@ -45,6 +46,9 @@ def said_of(read: Weights, second: Callable[[], Weights], support: Support | Non
         return said
     x = Field(read.logs - read.right.S, due, True, read.noise)
     _say_scores(said, x, second)
+    if "stale-tile" in said.names:
+        said.support = replace(said.support, seen=places.rights)
+        return said
     here = _pairs(said, read)
     if (here[1] != places.rights)[alive].any():
         said.support = support or support_of(here, _pairs(said, second()))
@@ -69,7 +73,7 @@ def _say_scores(said: Said, x: Field, second: Callable[[], Weights]) -> None:
         said.say_term(said.term)
     elif x.left(np.zeros_like(c.S)) * x.noise < COARSE:
         said.right.append("scores and softmax_scale, roughly")
-    else:
+    elif not say_moves(said, second):
         said.unread.append("the weights of keys that must be seen are other numbers")
 
 

@@ -1,0 +1,148 @@
+"""Weights that meet other rows of v, or of dout, than they belong to: each is known by its number.
+In the words of a rule, or of an order in tiles, and as steps."""
+
+from collections.abc import Callable
+from functools import partial
+
+import numpy as np
+
+from rawattn.check.diagnose.engine.attention import TILES
+from rawattn.check.diagnose.engine.steps import STEPS, Context, Floats, changed
+from rawattn.check.diagnose.evidence.places import Array, Places, places_of
+from rawattn.check.diagnose.evidence.rules import Rule, Shown, rules_of
+from rawattn.check.diagnose.evidence.structure import named
+from rawattn.check.diagnose.read.probe import TINY, Weights
+from rawattn.check.diagnose.read.said import Said
+
+NEAR = {8: 1e-9, 4: 1e-5}  # of a weight to the one that it is, by the bytes of the inputs
+UNKNOWN = 1 << 30
+KNOWN = 0.8  # of the weights that are read, at least, are some of the right ones
+To = Callable[[Places], Array]  # where weights are, by where they belong, (total_q, total_k)
+
+
+def say_moves(said: Said, second: Callable[[], Weights]) -> bool:
+    """Whether weights are right ones at other places, of rows where a backward pass has them."""
+    read = said.weights
+    of, at, step = ("dout", "i", "dV") if read.passed else ("v", "j", "O")
+    by = _moved(read) if read.places.question.dtype.itemsize in NEAR else None
+    if by is None:
+        return False
+    told = _by_rule(read, by, second) or _in_tiles(read, by, second)
+    text, to = told if told is not None else (_listed(read, by), None)
+    said.say(f"the weight of {at} meets {of} of another {at}: {text}", "stale-tile")
+    if to is None:
+        said.unread.append("by no plain rule")
+    else:
+        said.steps[step] = partial(_with_moved, to, -2 if read.passed else -1, step)
+    return True
+
+
+def _moved(read: Weights) -> Array | None:
+    """By how much, (num_heads_q, total_q, total_k), each weight that is due is further; UNKNOWN
+    where it is not found, None where few are."""
+    x, q = read.places, read.places.question
+    with np.errstate(invalid="ignore", over="ignore"):
+        due = np.where(x.rights, np.exp(read.right.S - read.right.lse[..., None]), 0.0)
+    found, by = np.where(read.alive[..., None], read.P, 0.0), np.full(due.shape, UNKNOWN)
+    if read.passed:
+        due, found, by = (y.swapaxes(1, 2) for y in (due, found, by))  # views
+    near, told = NEAR[q.dtype.itemsize], 0
+    for h, line in np.argwhere((due > TINY).any(axis=2)):
+        weights, here = due[h, line], found[h, line]
+        at = np.flatnonzero(weights > TINY)
+        order = at[np.argsort(weights[at])]
+        for place in np.flatnonzero(here > TINY):
+            own = weights[place] if place < len(weights) else 0.0
+            for value in (here[place], here[place] - own):  # of another alone, or beside its own
+                n = np.searchsorted(weights[order], value - near * here[place])
+                if value > 0 and n < len(order):
+                    if abs(weights[order[n]] - value) <= near * here[place]:
+                        by[h, line, order[n]] = place - order[n]
+                        told += 1
+                        break
+    if told < KNOWN * np.count_nonzero(found > TINY) or not ((by != 0) & (by != UNKNOWN)).any():
+        return None
+    return by.swapaxes(1, 2) if read.passed else by
+
+
+def _by_rule(read: Weights, by: Array, second: Callable[[], Weights]) -> tuple[str, To] | None:
+    """Where all that are moved are so by one number, by a rule that holds on other lengths too."""
+    distances = np.unique(by[(by != 0) & (by != UNKNOWN)])
+    other = second() if len(distances) == 1 else None
+    again = None if other is None else _moved(other)
+    if other is None or again is None:
+        return None
+    both = ((read.places, by), (other.places, again))
+    shown = [Shown(x, (y != UNKNOWN).any(axis=0), (y == distances[0]).any(axis=0)) for x, y in both]
+    rule = next(rules_of(*shown), None)
+    if rule is None:
+        return None
+    at = "i" if read.passed else "j"
+    text = f"{at} {distances[0]:+d}" + f", those with {rule}" * bool(rule.spans)
+    return text, partial(_further, rule, int(distances[0]), read.passed)
+
+
+def _further(rule: Rule, by: int, of_rows: bool, x: Places) -> Array:
+    return np.asarray((x.i if of_rows else x.j) + by * rule.holds(x))
+
+
+def _in_tiles(read: Weights, by: Array, second: Callable[[], Weights]) -> tuple[str, To] | None:
+    """Where tiles have an order of their own, the same in all of them."""
+    for tile in TILES:
+        order = _order(read, by, tile)
+        again = _moved(second()) if order is not None else None
+        other = None if again is None else _order(second(), again, tile)
+        if order is not None and other is not None:
+            order = np.where(order < 0, other, order)
+            text = f"in every tile of {tile} in the order {', '.join(map(str, order))}"
+            return text, partial(_reordered, order, read.passed)
+    return None
+
+
+def _order(read: Weights, by: Array, tile: int) -> Array | None:
+    """Where weights of every place in a tile are in that tile; -1 where that is not known."""
+    x, known = read.places, by != UNKNOWN
+    at = np.broadcast_to((x.i if read.passed else x.j) % tile, by.shape)[known]
+    to, order = at + by[known], np.full(tile, -1)
+    order[at] = to
+    inside = (to >= 0) & (to < tile)
+    return order if inside.all() and (order[at] == to).all() else None
+
+
+def _reordered(order: Array, of_rows: bool, x: Places) -> Array:
+    at = (x.i if of_rows else x.j) + np.zeros(x.j.shape, dtype=int)
+    return np.asarray(at - at % len(order) + order[at % len(order)])
+
+
+def _listed(read: Weights, by: Array) -> str:
+    """In the shortest sequence and its line with the most of them."""
+    x, moved = read.places, (by != 0) & (by != UNKNOWN)
+    h, *pairs = np.nonzero(moved)
+    b = min(np.unique(x.b[pairs[0], 0]), key=lambda b: x.question.lengths_k[b])
+    first_q, first_k = (int(x.question.offsets(of)[b]) for of in "qk")
+    lines = moved[h[0]].T if read.passed else moved[h[0]]
+    inside = slice(*x.question.offsets("k" if read.passed else "q")[b : b + 2].tolist())
+    line = inside.start + int(lines[inside].sum(axis=1).argmax())
+    first, of = (first_q, first_k) if read.passed else (first_k, first_q)
+    distances = (by[h[0]].T if read.passed else by[h[0]])[line]
+    here = np.flatnonzero(lines[line])
+    told = [
+        f"{named('', here[distances[here] == d] - first)} {d:+d}"
+        for d in np.unique(distances[here])
+    ]
+    at, other = ("i", "j") if read.passed else ("j", "i")
+    return f"in sequence {b}, {other} = {line - of}: {at} = {'; '.join(told[:4])}"
+
+
+def _with_moved(to: To, axis: int, step: str, c: Context) -> Floats:
+    """A product with the weights where they are; what is nowhere in the sequence is lost."""
+    places, keys = places_of(c.question), np.maximum(c.view.keys, 0)
+    places_to = to(places)[np.ix_(c.view.rows, keys)]
+    count = c.P.shape[axis]
+    inside = (places_to >= 0) & (places_to < count)
+    heads = np.arange(c.P.shape[0])[:, None]
+    i, j = np.nonzero(inside)
+    at = (i, places_to[i, j]) if axis == -1 else (places_to[i, j], j)
+    P = np.zeros_like(c.P)
+    np.add.at(P, (heads, *at), c.P[:, i, j])
+    return np.asarray(STEPS[step](changed(c, P=P)))
