@@ -105,8 +105,15 @@ class Map:
     @property
     def stored(self) -> "Map":
         """The same of rows as they are stored: what comes later overwrites."""
-        words = f"what is stored at {self.words}, at its own offset"
-        return Map("stored", words, partial(_stored, self.of))
+
+        def last(g: Geometry) -> At:
+            to = np.broadcast_to(self.of(g).t, (g.shape[0], 1, 1))[:, 0, 0]
+            there = (to >= 0) & (to < len(to)) & (g.everywhere.t[:, 0, 0] < g.offsets[-1])
+            found = np.full(len(to), -NOWHERE)
+            found[to[there]] = np.flatnonzero(there)
+            return g.everywhere._replace(t=found[:, None, None])
+
+        return Map("stored", f"what is stored at {self.words}, at its own offset", last)
 
     def shared(self, g: Geometry, x: Floats, nothing: float = 0.0) -> Floats:
         """What rows (tokens, heads, columns) find where a map of rows added all of them up."""
@@ -162,15 +169,6 @@ HEADS: dict[str, Callable[[Ints, int, int], Ints]] = {  # head h of so many, a g
     "head h % num_heads_kv": lambda h, count, group: h % (count // group),
     "head h % group": lambda h, count, group: h % group,
 }
-
-
-def _stored(of: Callable[[Geometry], At], g: Geometry) -> At:
-    """Of every row the one that was stored there last."""
-    to = np.broadcast_to(of(g).t, (g.shape[0], 1, 1))[:, 0, 0]
-    there = (to >= 0) & (to < len(to)) & (g.everywhere.t[:, 0, 0] < g.offsets[-1])
-    found = np.full(len(to), -NOWHERE)
-    found[to[there]] = np.flatnonzero(there)
-    return g.everywhere._replace(t=found[:, None, None])
 
 
 def _rows(index: Callable[[Ints, int, Ints], Ints], by: int, g: Geometry) -> At:

@@ -39,7 +39,6 @@ def reading(moved: Mapping[str, str], by: Map | None = None) -> dict[str, Step]:
 
 @lru_cache(maxsize=16)
 def whole(question: Question, given: Same | None, to: str, of: str, by: Map | None) -> Floats:
-    """All of the array ``of`` as it is read for ``to``."""
     x = array_of(question, given, of)
     return x if by is None else by.moved(geometry(question, to), x)
 

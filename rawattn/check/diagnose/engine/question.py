@@ -131,7 +131,6 @@ class Question:
 
     @property
     def stages(self) -> tuple[str, ...]:
-        """The stages that there are inputs for."""
         direction = (self.tq, self.tk, self.tv, self.tblock_scale, self.tsinks)
         moved, back = any(x is not None for x in direction), self.dout is not None
         there = {"forward": True, "backward": back, "second": back and moved, "jvp": moved}

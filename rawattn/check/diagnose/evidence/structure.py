@@ -6,7 +6,6 @@ from functools import partial
 from typing import Any, NamedTuple
 
 import numpy as np
-import numpy.typing as npt
 
 from rawattn.check.diagnose.engine.attention import contexts, views_of
 from rawattn.check.diagnose.engine.question import OF_KEYS, OF_SLOTS, Answers, Question, side_of
@@ -14,8 +13,7 @@ from rawattn.check.diagnose.evidence.places import TILES, of_tiles
 from rawattn.check.diagnose.evidence.precision import finite, residual
 from rawattn.check.diagnose.evidence.rules import Shown, rules_of
 
-Bools = npt.NDArray[np.bool_]
-Ints = npt.NDArray[np.int64]
+Array = np.ndarray
 MATRICES = {"forward": ("S", "P"), "backward": ("dP", "dS"), "second": ("E", "tP", "tdS")}
 MADE = {  # by what, and where to look
     "S": "q k^T, softmax_scale, a softcap",
@@ -42,7 +40,7 @@ def named(what: str, indices: Any) -> str:
     return f"{what}{plural} {', '.join(pieces)}".strip()
 
 
-def where(question: Question, tensor: str, bad: Bools, among: Bools | bool = True) -> Iterator[str]:
+def where(question: Question, tensor: str, bad: Array, among: Array | bool = True) -> Iterator[str]:
     """Where the ``bad`` rows (tokens, heads) lie, told from all of ``among``, in sentences."""
     within = question.sequence_of(tensor)
     there, row = within >= 0, "key" if side_of(tensor) == "k" else "row"
@@ -89,17 +87,17 @@ class _Rows:
         made["the sequence"] = sequence[None]
         if heads == q.num_heads_q and q.group > 1:
             made[f"h % {q.group}"] = h % q.group
-        self.features: dict[str, Callable[[], Ints]]
+        self.features: dict[str, Callable[[], Array]]
         self.features = {name: partial(np.asarray, x) for name, x in made.items()}
         for t in TILES:
             self.features |= of_tiles(at, i, size, n, t)
-        self.loops = dict[str, Callable[[], Ints]]()
+        self.loops = dict[str, Callable[[], Array]]()
 
-    def feature(self, name: str) -> Ints:
+    def feature(self, name: str) -> Array:
         return self.features[name]()
 
 
-def _reach(question: Question) -> tuple[Ints, Bools]:
+def _reach(question: Question) -> tuple[Array, Array]:
     """How many keys queries see, (total_q, num_heads_q); which are seen (total_k, num_heads_kv)."""
     count = np.zeros(question.q.shape[:2], dtype=np.int64)
     seen = np.zeros(question.k.shape[:2], dtype=bool)

@@ -11,7 +11,6 @@ from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 
 from rawattn.check.candidate import load
 from rawattn.check.cases import dtype_of
@@ -20,7 +19,6 @@ from rawattn.check.diagnose.harness.causes import PLACES, Trial, name_causes
 from rawattn.check.transfer import Array, to_framework, to_numpy
 
 Compare = Callable[[Array, Array], Any]
-Float64 = npt.NDArray[np.float64]
 Shape = tuple[int, ...]
 GENEROUS = 4.0  # eps of the dtype, times the largest element, that what is wrong is off by at least
 LARGEST = 3.0  # of the data, in standard deviations
@@ -83,15 +81,15 @@ def wrongs(shape: Shape, dtype: str, *, size: float = 1.0, wide: bool = False) -
 
 
 def _changed(
-    exact: Float64, rng: np.random.Generator, eps: float
-) -> Iterator[tuple[str, str, Float64]]:
+    exact: np.ndarray, rng: np.random.Generator, eps: float
+) -> Iterator[tuple[str, str, np.ndarray]]:
     """Name, kind and values of wrong results with as many elements."""
     rows = exact.reshape(-1, exact.shape[-1])
     quarter, middle = len(rows) // 4, len(rows) // 2
     at = np.unravel_index(np.abs(rows).argmax(), rows.shape)
     largest = np.abs(rows[at])
 
-    def spoiled(where: Any, values: Any) -> Float64:
+    def spoiled(where: Any, values: Any) -> np.ndarray:
         changed = rows.copy()
         changed[where] = values
         return changed
@@ -115,7 +113,7 @@ def _changed(
         yield f"every element off by -{words} of the largest", "offset", exact - share * largest
 
 
-def _draw(shape: Shape, rng: np.random.Generator, size: float) -> Float64:
+def _draw(shape: Shape, rng: np.random.Generator, size: float) -> np.ndarray:
     return np.asarray(rng.standard_normal(shape).clip(-LARGEST, LARGEST) * size)
 
 

@@ -82,7 +82,6 @@ class Sample:
         self.left = self._distances(self.truth)
 
     def has(self, view: View) -> bool:
-        """Whether it is the view that is looked at."""
         return view.sequence == self.sequence and view.head_kv == self.head_kv
 
     def _left(self, name: str, wanted: Floats, sequence: int) -> Floats:
@@ -117,7 +116,6 @@ class Sample:
         return any(left[name] < self.left[name] for name in self.wrong)
 
     def _of(self, bug: Bug) -> dict[str, float]:
-        """What a bug leaves of the sample's wrong answers."""
         return self._distances(self.planted(bug, self.has))
 
     def planted(self, bug: Bug, only: Callable[[View], bool] | None = None) -> Answers:

@@ -11,10 +11,6 @@ from itertools import combinations
 from typing import Any
 
 import numpy as np
-import numpy.typing as npt
-
-Float64 = npt.NDArray[np.float64]
-Flags = npt.NDArray[np.bool_]
 
 NUMBER = r"[-+]?(?:nan|inf|(?:\d+\.?\d*|\.\d+)(?:e[-+]?\d+)?)"
 TOKEN = re.compile(rf"[\s,]*(\[|\]|\.\.\.|{NUMBER}(?![\w.]))", re.IGNORECASE)
@@ -47,7 +43,7 @@ class Printed:
     fronts: how many entries of each axis stand before "...", all where nothing is elided."""
 
     name: str
-    values: Float64
+    values: np.ndarray
     unit: float
     fronts: tuple[int, ...]
 
@@ -158,7 +154,7 @@ def _name(before: str) -> str:
     return (words if len(parts) <= 4 else parts[-1]) if named else ""
 
 
-def factor(a: Float64, b: Float64, a_unit: float = 0.0, b_unit: float = 0.0) -> float | None:
+def factor(a: np.ndarray, b: np.ndarray, a_unit: float = 0.0, b_unit: float = 0.0) -> float | None:
     """a / b by least squares where that is a constant other than 1, but for what was printed."""
     if a.size < 4 or rms(a) <= 2 * a_unit or rms(b) <= 2 * b_unit:
         return None
@@ -178,16 +174,16 @@ class Pair:
         self.a, self.both, self.sides = a, (a, b), sides
         self.either = " or ".join(sides)
         self.title, self.kind = f"{a.name} / {b.name}", a.kind if a.kind == b.kind else ""
-        self.finite: Flags = np.isfinite(a.values) & np.isfinite(b.values)
+        self.finite = np.isfinite(a.values) & np.isfinite(b.values)
         x, y = (np.where(self.finite, p.values, 0.0) for p in self.both)
-        self.difference: Float64 = np.abs(x - y)
+        self.difference = np.abs(x - y)
         self.size = max(rms(x), rms(y))
         self.digits = 0.5005 * (a.unit + b.unit)
         noise = ROUNDING * (1 if a.whole else 2)  # corners may be the small part of a tensor
         # where dP - D cancels, what is rounded is larger than what is printed
         largest = float(np.maximum(np.abs(x), np.abs(y)).max(initial=0.0))
         near = self.finite & (self.difference <= self.digits + 16 * noise * largest)
-        self.alike: Flags = near | (a.values == b.values) | np.isnan(a.values) & np.isnan(b.values)
+        self.alike = near | (a.values == b.values) | np.isnan(a.values) & np.isnan(b.values)
         spread = math.sqrt(max(0.0, rms(self.difference) ** 2 - self.digits**2))
         self.agrees = bool(self.alike.all()) and spread <= 8 * noise * self.size
 
@@ -209,7 +205,7 @@ class Pair:
         return found if found is not None and found > 0 else None
 
 
-def rms(values: Float64) -> float:
+def rms(values: np.ndarray) -> float:
     return float(np.sqrt(np.mean(np.square(values)))) if values.size else 0.0
 
 

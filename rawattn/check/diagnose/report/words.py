@@ -29,7 +29,6 @@ def nothing_wrong(diagnosis: Diagnosis) -> bool:
 
 
 def sure(finding: Finding) -> str:
-    """How sure it is, and why not surer."""
     others = ", or ".join(finding.alternatives)
     meant = "" if finding.bug == "vacuous" else SURE.get(finding.confidence, "")
     meant = f"{others} would look the same here" if others else meant
