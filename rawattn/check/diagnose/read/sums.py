@@ -38,7 +38,7 @@ class Rows:
     def __init__(self, places: Places, S: Array, seen: Array, due: Array | None = None) -> None:
         self.places, self.S, question = places, S, places.question
         self.bare = log_sum(np.where(seen, S, -np.inf))
-        self.sinks = None if question.sinks is None else _sinks(question) + 0 * self.bare
+        self.sinks = None if question.sinks is None else _sinks(question) + np.zeros_like(self.bare)
         with_sinks = self.bare if self.sinks is None else np.logaddexp(self.bare, self.sinks)
         self.due = with_sinks if due is None else due
         self.top = np.where(places.rights, S, -np.inf).max(axis=-1, initial=-np.inf)
