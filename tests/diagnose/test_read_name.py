@@ -15,17 +15,7 @@ from rawattn.check.diagnose.read.name import read
 from rawattn.check.run import evaluate
 from tests.diagnose import plain
 from tests.diagnose.called import asked, candidate, told, wrong
-from tests.diagnose.hooks import (
-    added,
-    by,
-    heavier,
-    or_seen,
-    padding,
-    power,
-    seen,
-    times,
-    window,
-)
+from tests.diagnose.hooks import added, by, heavier, or_seen, padding, power, seen, times, window
 from tests.diagnose.plain import Head, Planted
 from tests.diagnose.planted.first import leaking
 from tests.diagnose.planted.keys import of_rows

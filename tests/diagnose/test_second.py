@@ -75,10 +75,7 @@ def test_of_a_stage(words: str) -> None:
 
 @pytest.mark.parametrize(
     ("stage", "wrong", "said"),
-    [
-        ("jvp", OF_FIRST_ROW, "of the first row of its tile"),
-        ("second", {}, ""),
-    ],
+    [("jvp", OF_FIRST_ROW, "of the first row of its tile"), ("second", {}, "")],
 )
 def test_what_is_called_is_read_off(stage: str, wrong: Hooks, said: str) -> None:
     plant = Planted("", "", (stage,), kernel(wrong), gives=(stage,))

@@ -41,7 +41,11 @@ def bugs(question: Question) -> Iterator[Bug]:
     # gradients of one tile alone, which fewer pairs would explain too, in more words
     of_sums = tiles.sums(question, "backward", ("dq", "dk", "dv"))
     yield from (bug for bug in of_sums if bug.name == tiles.OVER)
-    yield from _dead_rows(question)
+    if dead(question).any():
+        yield Bug("dead-rows", "NaN", FIRST, store=partial(spoilt, dead))
+        L: Step = lambda c: np.where(np.isneginf(c.L), np.log(c.S.shape[2]), c.L)  # noqa: E731
+        steps = {"S": _zero_dead, "bP": with_values("bP", L=L)}
+        yield Bug("dead-rows", "mean of v", FIRST, steps=steps)
 
 
 def _of_options(question: Question) -> Iterator[Bug]:
@@ -181,14 +185,6 @@ def _first(columns: int, question: Question, answers: Answers) -> Answers:
     """Those columns, and nothing for the others."""
     of = {name: x for name, x in answers.items() if x.ndim == 3 and name not in OF_SLOTS}
     return answers | {n: np.where(np.arange(x.shape[2]) < columns, x, 0.0) for n, x in of.items()}
-
-
-def _dead_rows(question: Question) -> Iterator[Bug]:
-    if not dead(question).any():
-        return
-    yield Bug("dead-rows", "NaN", FIRST, store=partial(spoilt, dead))
-    uniform = with_values("bP", L=lambda c: np.where(np.isneginf(c.L), np.log(c.S.shape[2]), c.L))
-    yield Bug("dead-rows", "mean of v", FIRST, steps={"S": _zero_dead, "bP": uniform})
 
 
 def _zero_dead(c: Context) -> Floats:

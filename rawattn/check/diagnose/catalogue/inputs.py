@@ -11,9 +11,8 @@ from rawattn.check.diagnose.catalogue import maps, reading
 from rawattn.check.diagnose.catalogue.maps import Map
 from rawattn.check.diagnose.catalogue.reading import ARRAYS, OF_KEYS, OPERANDS
 from rawattn.check.diagnose.catalogue.second_order import of_one_pass, with_values
-from rawattn.check.diagnose.engine.attention import TILES, Bug
+from rawattn.check.diagnose.engine.attention import TILES, Bug, Context, Floats
 from rawattn.check.diagnose.engine.question import BY_ROW, STAGES, Question
-from rawattn.check.diagnose.engine.steps import Context, Floats
 
 # Arrays that are read alike, in any stage and in those that go backward.
 TOGETHER = (("q",), ("k",), ("v",), ("k", "v"), ("q", "k", "v"))

@@ -9,9 +9,8 @@ from typing import NamedTuple
 
 import numpy as np
 
-from rawattn.check.diagnose.engine.attention import TILES
+from rawattn.check.diagnose.engine.attention import TILES, Floats
 from rawattn.check.diagnose.engine.question import BY_ROW, OF_SLOTS, Question, side_of
-from rawattn.check.diagnose.engine.steps import Floats
 
 Ints = np.ndarray
 LETTERS = {"t": "tokens", "h": "heads", "d": "columns"}
@@ -178,12 +177,9 @@ def _rows(index: Callable[[Ints, int, Ints], Ints], by: int, g: Geometry) -> At:
     return g.everywhere._replace(t=g.row.start + index(g.row.i, by, g.row.n))
 
 
-def _from(origin: Origin, g: Geometry) -> At:
-    return g.everywhere._replace(t=origin(g)[g.row.b] + g.row.i)
-
-
-def _clamped(g: Geometry) -> At:
-    return g.everywhere._replace(t=np.minimum(g.others[g.row.b] + g.row.i, g.shape[0] - 1))
+def _from(origin: Origin, g: Geometry, clamped: bool = False) -> At:
+    t = origin(g)[g.row.b] + g.row.i
+    return g.everywhere._replace(t=np.minimum(t, g.shape[0] - 1) if clamped else t)
 
 
 def _heads(head: Callable[[Ints, int, int], Ints], g: Geometry) -> At:
@@ -214,7 +210,9 @@ def sequences(question: Question) -> Iterator[Map]:
         if any((origin(g) != g.offsets[:-1]).any() for g in sides):
             yield Map("sequences", words, partial(_from, origin))
     if any((g.others != g.offsets).any() for g in sides):
-        yield Map("sequences", "the offset of the other side, the last row past the end", _clamped)
+        words = "the offset of the other side"
+        clamped = partial(_from, ORIGINS[words], clamped=True)
+        yield Map("sequences", f"{words}, the last row past the end", clamped)
 
 
 def heads(question: Question) -> Iterator[Map]:

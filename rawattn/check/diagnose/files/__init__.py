@@ -1,1 +1,0 @@
-"""Questions and answers in .npz files, whatever names and layouts they come in."""

@@ -1,1 +1,0 @@
-"""Would a comparison notice what is wrong? It is fed wrong results and right ones."""

@@ -11,9 +11,8 @@ import numpy as np
 
 from rawattn.check.diagnose.catalogue.second_order import by_given_out
 from rawattn.check.diagnose.catalogue.tiles import OPERANDS, RESULTS
-from rawattn.check.diagnose.engine.attention import Bug
+from rawattn.check.diagnose.engine.attention import STEPS, Bug, Context, Floats, changed
 from rawattn.check.diagnose.engine.question import by_rows, side_of
-from rawattn.check.diagnose.engine.steps import STEPS, Context, Floats, changed
 from rawattn.check.diagnose.evidence.places import Places, places_of
 from rawattn.check.diagnose.evidence.rules import Span
 from rawattn.check.diagnose.inferred.sample import Sample

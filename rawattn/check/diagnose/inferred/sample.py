@@ -65,9 +65,8 @@ class Sample:
         self.wrong: dict[str, float] = {}
         self.sizes: dict[tuple[str, int], Floats] = {}  # of answers of sequences, by head
         for name in sorted(self.found):
-            noise = max(
-                4 * eps_of(np.asarray(answers[name])), NOISE.get(answers[name].dtype.itemsize, 0)
-            )
+            x = np.asarray(answers[name])
+            noise = max(4 * eps_of(x), NOISE.get(x.dtype.itemsize, 0))
             if self.of_all(name, self.truth[name]) > noise:
                 self.wrong[name] = noise
         self.sequence, self.head_kv, best = 0, 0, 0.0

@@ -12,12 +12,11 @@ from rawattn.check.candidate import Candidate
 from rawattn.check.cases import Case, in_use
 from rawattn.check.diagnose.engine.attention import FIRST
 from rawattn.check.diagnose.engine.question import STAGES, Answers, Question, by_rows, side_of
-from rawattn.check.diagnose.evidence.tables import ROW, Table, told
 from rawattn.check.diagnose.judge.diagnosis import sizes_of
 from rawattn.check.diagnose.read import branches
 from rawattn.check.diagnose.read.name import BEYOND, READERS
 from rawattn.check.diagnose.read.probe import OF_DERIVATIVES, Ask, Refused
-from rawattn.check.diagnose.read.tables import tables_of
+from rawattn.check.diagnose.read.tables import ROW, Table, tables_of, told
 from rawattn.check.expected import Target, expect
 from rawattn.check.second import expect_second
 

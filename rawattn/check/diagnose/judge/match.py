@@ -24,15 +24,7 @@ from rawattn.check.diagnose.evidence import precision as noise
 from rawattn.check.diagnose.evidence.precision import Fit, Precision, fit, ladder, relative_residual
 from rawattn.check.diagnose.evidence.structure import where
 from rawattn.check.diagnose.evidence.support import NO_RULE
-from rawattn.check.diagnose.inferred import (
-    accumulators,
-    columns,
-    inputs,
-    online,
-    row_numbers,
-    terms,
-    unwritten,
-)
+from rawattn.check.diagnose.inferred import columns, inputs, online, row_numbers, terms, unwritten
 from rawattn.check.diagnose.inferred.sample import Sample, in_rows, is_wrong
 from rawattn.check.diagnose.read.name import UNREAD, Readings
 
@@ -225,7 +217,7 @@ class Stage:
         more = terms.single(self.sample)
         with _searching():
             more += [*columns.bugs(self.sample), *row_numbers.bugs(self.sample)] if not more else ()
-            more += accumulators.of_heads(self.sample) if self.stage == "backward" else ()
+            more += inputs.of_heads(self.sample) if self.stage == "backward" else ()
         with warnings.catch_warnings(action="ignore", category=SearchFailed):
             hinted = self.planted(self.hints)  # of problems that may have other heads
         return [*self.planted(self.worth), *hinted, *self.planted(more)]

@@ -6,9 +6,8 @@ from typing import Any
 
 import numpy as np
 
-from rawattn.check.diagnose.engine.attention import solve
+from rawattn.check.diagnose.engine.attention import Floats, solve
 from rawattn.check.diagnose.engine.question import Answers, Question
-from rawattn.check.diagnose.engine.steps import Floats
 from rawattn.check.diagnose.evidence.places import places_of
 from rawattn.check.diagnose.inferred.row_numbers import DELTA, read_of
 from rawattn.check.diagnose.inferred.sample import Sample

@@ -1,1 +1,0 @@
-"""What a text log proves: tensors that somebody printed, read back and judged."""

@@ -11,8 +11,7 @@ import numpy as np
 from rawattn.check.diagnose.evidence.structure import named
 from rawattn.check.diagnose.findings import Diagnosis, Finding
 from rawattn.check.diagnose.judge.proofs import finding
-from rawattn.check.diagnose.logs.pairs import CONSTANT, ROUNDING, Pair, paired
-from rawattn.check.diagnose.logs.printed import Float64, Printed, read_log
+from rawattn.check.diagnose.logs.printed import CONSTANT, ROUNDING, Pair, Printed, paired, read_log
 
 SHOWN = 12
 LOG2_E = 1 / math.log(2)
@@ -190,5 +189,5 @@ def _structure(pair: Pair) -> Finding:
     return finding(side, "unknown", pair.title, "low", said, title=title, look_at=look_at)
 
 
-def listed(values: Float64) -> str:
+def listed(values: np.ndarray) -> str:
     return ", ".join(f"{value:z.4f}" for value in np.ravel(values)[:SHOWN])

@@ -8,9 +8,8 @@ from typing import Any
 
 import numpy as np
 
-from rawattn.check.diagnose.engine.attention import FORWARD, Bug, View
+from rawattn.check.diagnose.engine.attention import FORWARD, STEPS, Bug, Context, View, changed
 from rawattn.check.diagnose.engine.question import LISTS, Answers, Question
-from rawattn.check.diagnose.engine.steps import STEPS, Context, changed
 from rawattn.check.diagnose.read import probe
 from rawattn.check.diagnose.read.probe import Ask, Weights
 

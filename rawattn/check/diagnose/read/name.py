@@ -11,15 +11,13 @@ import numpy as np
 from rawattn.check.diagnose.catalogue.classes import CLASSES
 from rawattn.check.diagnose.engine.attention import Bug, solve
 from rawattn.check.diagnose.engine.question import Answers, Question
-from rawattn.check.diagnose.evidence import tables
 from rawattn.check.diagnose.evidence.places import places_of
 from rawattn.check.diagnose.evidence.support import Support
 from rawattn.check.diagnose.findings import NAMELESS, PLAIN, Diagnosis, Finding
-from rawattn.check.diagnose.read import branches, probe
+from rawattn.check.diagnose.read import branches, probe, tables
 from rawattn.check.diagnose.read.probe import Ask, Refused, problem
 from rawattn.check.diagnose.read.said import Said
 from rawattn.check.diagnose.read.slopes import said_of_backward
-from rawattn.check.diagnose.read.tables import tables_of
 from rawattn.check.diagnose.read.weights import said_of
 
 HOW = {
@@ -164,7 +162,7 @@ def _read(question: Question, stage: str, ask: Ask, known: Known) -> Said:
     found, again = reader(counted, here), cache(partial(_elsewhere, reader, counted, here))
 
     def table() -> str:
-        return next(filter(None, (tables.told(one, here) for one in tables_of(found))), "")
+        return next(filter(None, (tables.told(one, here) for one in tables.tables_of(found))), "")
 
     def told(support: Support | None) -> Said:
         said: Said = say(found, again, support)

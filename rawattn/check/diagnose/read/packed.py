@@ -12,7 +12,6 @@ from rawattn.check.diagnose.engine.question import BY_TOKENS, STAGES, Answers, Q
 from rawattn.check.diagnose.read.name import READERS, Readings, read
 from rawattn.check.diagnose.read.probe import OF_DERIVATIVES, Ask, Refused, problem
 
-Array = np.ndarray
 PAST = 128  # keys behind the first sequences, which a tile of these may have read too
 ADDED = 9  # tokens at most, to a sequence of the reader's second problem
 
