@@ -258,6 +258,7 @@ TAKEN: dict[str, Taken] = {  # for the lse of parts, in units of so many natural
     "maxima, without row sums": lambda p: (p.tops, 1.0),
     "an lse of 0 for a part without keys": lambda p: (_finite(p.lses), 1.0),
 }
+UNGUARDED = "an lse of 0 for a part without keys, of rows without any too"
 # what the results of parts are multiplied by
 WEIGHTS: dict[str, Weights] = {text: partial(_shares, taken) for text, taken in TAKEN.items()} | {
     "their own sums, beside their own maxima, over the row sum of all": lambda p: (
@@ -273,6 +274,7 @@ WEIGHTS: dict[str, Weights] = {text: partial(_shares, taken) for text, taken in 
 }
 LSES: dict[str, Callable[[Parts], Floats]] = {
     **{text: partial(_whole, taken) for text, taken in TAKEN.items()},
+    UNGUARDED: partial(_whole, TAKEN["an lse of 0 for a part without keys"]),
     "the largest of the parts": lambda p: p.lses.max(axis=0),
     "of the first part alone": lambda p: p.lses[0],
     "of the last part alone": lambda p: p.lses[-1],
@@ -306,7 +308,8 @@ def merged(
 ) -> Results:
     """The results of the parts, each divided by its own row sum, with weights of ``WEIGHTS``."""
     O = _summed(out, parts, parts.outs)  # noqa: E741
-    L = np.where(np.isneginf(parts.lses).all(axis=0), -np.inf, LSES[lse](parts))
+    none = np.isneginf(parts.lses).all(axis=0) & (lse != UNGUARDED)
+    L = np.where(none, -np.inf, LSES[lse](parts))
     if "e" not in parts.sums:
         return Results(O, L, np.zeros_like(L), np.zeros_like(O))
     whole = _summed(e, parts, parts.es)

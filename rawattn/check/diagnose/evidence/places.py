@@ -24,6 +24,11 @@ EDGES: dict[str, Callable[[Array, int, Array], Array]] = {  # of the tile of u t
     "first": lambda row, u, count: row // u * u,
     "last": lambda row, u, count: np.minimum(row // u * u + u, count) - 1,
 }
+OTHERS: dict[str, Callable[[Array, int], Array]] = {  # sequences whose lengths may be taken
+    "the first sequence": lambda b, last: 0 * b,
+    "the sequence before": lambda b, last: np.maximum(b - 1, 0),
+    "the next sequence": lambda b, last: np.minimum(b + 1, last),
+}
 BY_TILES = re.compile(r"j // \d+ - . // \d+")
 BASIC = 8  # features, the first ones, that are tried beside those of heads
 PLACE = re.compile(r"\b[ip]\b")
@@ -179,6 +184,13 @@ class Places:
                     name = f"{at} // {t} - ({words} of the {edge} row of its tile of {u}{more})"
                     row, moved = partial(EDGES[edge], y, u, count), start + by * width
                     found[f"{name} // {t}"] = partial(_tiles_behind, x, row, moved, t)
+        q = self.question
+        both = ("j - seqlen_k", self.j, q.lengths_k), ("i - seqlen_q", self.i, q.lengths_q)
+        for (name, x, lengths), (words, of) in product(both, OTHERS.items()):
+            stop = np.asarray(lengths)[of(self.b, len(lengths) - 1)]
+            for t in (1, *LOOPS):
+                whole = f", in whole tiles of {t}" * (t > 1)
+                found[f"{name} of {words}{whole}"] = partial(np.subtract, x, -(-stop // t) * t)
         for parts, t in product(SPLITS, LOOPS):
             size = np.maximum(-(-self.m // (t * parts)), 1)
             part = partial(np.floor_divide, self.j, size * t)

@@ -17,6 +17,7 @@ from rawattn.check.diagnose.engine.question import BY_ROW, OF_KEYS, Answers, Que
 from rawattn.check.diagnose.engine.steps import STEPS, Floats
 from rawattn.check.diagnose.evidence.places import TILES
 from rawattn.check.diagnose.evidence.precision import relative_residual
+from rawattn.check.diagnose.evidence.structure import named
 from rawattn.check.diagnose.inferred import dropped
 from rawattn.check.diagnose.inferred.sample import WHOLE, Sample, is_wrong, stored
 from rawattn.check.diagnose.read.fields import by_head, in_heads
@@ -108,13 +109,16 @@ def _rearranged(sample: Sample) -> Iterator[Bug]:
 
 
 def _added(sample: Sample) -> Iterator[Bug]:
-    """Of each wrong result the largest tiles of which that is so, or the heads."""
+    """Of each wrong result the largest tiles of which that is so, or the heads, or the columns."""
     for name in sample.wrong:
         of, truth = sample.question.sequence_of(name), by_rows(name, sample.truth[name])
-        for tile in (0,) if name in BY_ROW else (*TILES[:1:-1], 0):  # of 0 rows: heads
-            axis = int(not tile)
-            heads = np.arange(truth.shape[1])[:, None]
-            units = _units(sample.question, name, tile) if tile else heads
+        kinds: dict[str, tuple[int, Units]] = {
+            f"tiles of {t} rows": (0, _units(sample.question, name, t)) for t in TILES[:1:-1]
+        }
+        each = [np.arange(count)[:, None] for count in truth.shape]
+        kinds = (kinds if name not in BY_ROW else {}) | {"heads": (1, each[1])}
+        kinds |= {"columns": (2, each[2])} if truth.shape[2] > 1 else {}
+        for unit, (axis, units) in kinds.items():
             right, found, inside = (
                 _cut(np.where(of[:, None, None] >= 0, x, 0.0).swapaxes(0, axis), units)
                 for x in (truth, sample.found[name], np.ones_like(truth))
@@ -122,24 +126,29 @@ def _added(sample: Sample) -> Iterator[Bug]:
             held = _held(right, found - right, inside > 0)
             if held is None:
                 continue
-            whole, unit = held + np.eye(len(held)), f"tiles of {tile} rows" if tile else "heads"
+            whole = held + np.eye(len(held))
             moved = bool((np.sort(whole) == np.eye(len(whole))[-1]).all())
             if moved or name not in BY_ROW:
+                of_others = whole * (1 - np.eye(len(whole))) if moved else held
+                pairs = dict.fromkeys((b - a, of_others[a, b]) for a, b in np.argwhere(of_others))
+                told = ", ".join(_held_in_words(of_others, *pair) for pair in [*pairs][:4])
                 if moved:
-                    taken = enumerate(whole.argmax(axis=1))
-                    which = ", ".join(f"{a} that of {b}" for a, b in taken if a != b)
-                    bug, text = "transposed", f"{name}: {unit} hold what others must: {which}"
+                    bug, text = "transposed", f"{name}: {unit} hold what others must: {told}"
                 else:
-                    sequence = of[units[:, 0]] if tile else 0 * heads[:, 0]
-                    pairs = np.argwhere(held)[:4].tolist()
-                    which = ", ".join(f"{a} has {held[a, b]:+g} of {b}" for a, b in pairs)
-                    text = f"{name}: {unit} hold others too: {which}, ..."
+                    sequence = of[units[:, 0]] if not axis else 0 * units[:, 0]
+                    text = f"{name}: {unit} hold others too: {told}"
                     behind = np.triu(held) * (sequence[:, None] != sequence)  # not of earlier work
                     bug = "offsets-shifted" if behind.any() else "accumulator-not-reset"
-                    bug = "unknown" if (held < 0).any() else bug
+                    bug = "transposed" if (held < 0).any() else bug
                 store = stored(name, partial(_with, units, held, axis))
                 yield Bug(bug, text, (sample.stage,), store=store)
                 break
+
+
+def _held_in_words(held: Floats, distance: int, often: float) -> str:
+    """Which units hold so often what is at that distance."""
+    at = np.flatnonzero(np.diag(held, distance) == often) - min(distance, 0)
+    return f"{named('', at)} has {often:+g} of {named('', at + distance)}"
 
 
 def _held(right: Floats, extra: Floats, inside: Floats) -> Floats | None:

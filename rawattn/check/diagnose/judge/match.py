@@ -24,7 +24,7 @@ from rawattn.check.diagnose.evidence import precision as noise
 from rawattn.check.diagnose.evidence.precision import Fit, Precision, fit, ladder, relative_residual
 from rawattn.check.diagnose.evidence.structure import where
 from rawattn.check.diagnose.evidence.support import NO_RULE
-from rawattn.check.diagnose.inferred import columns, inputs, online, row_numbers, terms, unwritten
+from rawattn.check.diagnose.inferred import inputs, online, row_numbers, terms, unwritten
 from rawattn.check.diagnose.inferred.sample import Sample, in_rows, is_wrong
 from rawattn.check.diagnose.read.name import UNREAD, Readings
 
@@ -216,7 +216,7 @@ class Stage:
         """Predictions with each bug that is listed, that other stages have, or of one term."""
         more = terms.single(self.sample)
         with _searching():
-            more += [*columns.bugs(self.sample), *row_numbers.bugs(self.sample)] if not more else ()
+            more += row_numbers.bugs(self.sample) if not more else ()
             more += inputs.of_heads(self.sample) if self.stage == "backward" else ()
         with warnings.catch_warnings(action="ignore", category=SearchFailed):
             hinted = self.planted(self.hints)  # of problems that may have other heads

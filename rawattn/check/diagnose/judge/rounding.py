@@ -147,7 +147,12 @@ def narrowed(verdict: StageVerdict, tensors: Sequence[str]) -> tuple[str, str, f
     fine = stage == "forward" and all(verdict.null[n].relative < FAR_ONLINE for n in tensors)
     for how in ways:  # loops, which are dear, with the first one alone
         loops = _of_loops(question) if fine and how is ways[0] else ()
-        for form, of in _followed(verdict, tensors, how, itertools.chain(_roundings(stage), loops)):
+        for form, of in _followed(
+            verdict,
+            tensors,
+            how,
+            itertools.chain(_roundings(stage, question.dtype == np.float64), loops),
+        ):
             left = {n: 1 + by**2 - 2 * like * by for n, (like, by) in of.items() if by > 1 / 4}
             # what one tensor shows to the last digit, others need not, but of many alike
             of_product = ALONE in form
@@ -164,13 +169,15 @@ def narrowed(verdict: StageVerdict, tensors: Sequence[str]) -> tuple[str, str, f
     return (form, text, share) if form else ("", "", 1.0)
 
 
-def _roundings(stage: str) -> Iterator[Bug]:
-    """A stage with one intermediate in fewer bits: slope 1, and the same error on every run."""
-    for dtype in NARROW:
+def _roundings(stage: str, fine: bool) -> Iterator[Bug]:
+    """A stage with one intermediate in fewer bits: slope 1, and the same error on every run; of
+    ``fine`` numbers float32 is coarse."""
+    for dtype in (*NARROW, np.float32)[: len(NARROW) + fine]:
         for words, steps in _kept_in(to_dtype(dtype), stage):
             form = f"{words} in {np.dtype(dtype).name}"
             yield Bug("narrow-intermediate", form, (stage,), steps=steps)
     coarse = {np.dtype(dtype).name: to_dtype(dtype) for dtype in NARROW[:2]}
+    coarse |= {"float32": lambda x: x.astype(np.float32)} if fine else {}  # and so are its sums
     coarse |= {"TF32 (or float16)": to_tf32, "TF32, cut off": partial(to_tf32, half=0)}
     for name, r in coarse.items():
         for step in (step for step in PROGRAMS[stage] if step in PRODUCTS):

@@ -1,7 +1,7 @@
 """Numbers that were read, of pairs (num_heads_q, total_q, total_k) and of rows, as lse, D or sinks:
 what fits them, in words, and which other rows, heads or sequences they are those of."""
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import combinations, pairwise
@@ -193,12 +193,7 @@ def map_of_lse(read: Weights) -> tuple[maps.Map, float] | None:
     return map_of(read.places.question, calls, held, noise)
 
 
-def moved(by: maps.Map, of: Callable[[Context], Array], c: Context, nothing: float = 0.0) -> Array:
-    """What rows of a view have of numbers (num_heads_q, total_q or 1) by a map."""
-    g = maps.geometry(c.question, "lse")
-    return of_view(c, "lse", by.moved(g, np.broadcast_to(of(c), g.shape[1::-1]), nothing))
-
-
 def with_lse(by: maps.Map, nothing: float, c: Context) -> Array:
-    L = moved(by, lambda c: array_of(c.question, c.given, "lse"), c, nothing)
-    return np.asarray(STEPS["bP"](changed(c, L=L)))
+    q = c.question
+    L = by.moved(maps.geometry(q, "lse"), array_of(q, c.given, "lse"), nothing)
+    return np.asarray(STEPS["bP"](changed(c, L=of_view(c, "lse", L))))

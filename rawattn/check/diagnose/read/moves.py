@@ -17,6 +17,7 @@ from rawattn.check.diagnose.read.said import Said
 NEAR = {8: 1e-9, 4: 1e-5}  # of a weight to the one that it is, by the bytes of the inputs
 UNKNOWN = 1 << 30
 KNOWN = 0.8  # of the weights that are read, at least, are some of the right ones
+Read = tuple[Places, Array]
 To = Callable[[Places], Array]  # where weights are, by where they belong, (total_q, total_k)
 
 
@@ -27,8 +28,11 @@ def say_moves(said: Said, second: Callable[[], Weights]) -> bool:
     by = _moved(read) if read.places.question.dtype.itemsize in NEAR else None
     if by is None:
         return False
-    told = _by_rule(read, by, second) or _in_tiles(read, by, second)
-    text, to = told if told is not None else (_listed(read, by), None)
+    other = second()
+    again = _moved(other)
+    both = [(read.places, by)] if again is None else [(read.places, by), (other.places, again)]
+    told = again is not None and (_by_rule(both, read.passed) or _in_tiles(both, read.passed))
+    text, to = told or (_listed(read.places, by, read.passed), None)
     said.say(f"the weight of {at} meets {of} of another {at}: {text}", "stale-tile")
     if to is None:
         said.unread.append("by no plain rule")
@@ -65,73 +69,60 @@ def _moved(read: Weights) -> Array | None:
     return by.swapaxes(1, 2) if read.passed else by
 
 
-def _by_rule(read: Weights, by: Array, second: Callable[[], Weights]) -> tuple[str, To] | None:
+def _by_rule(both: list[Read], passed: bool) -> tuple[str, To] | None:
     """Where all that are moved are so by one number, by a rule that holds on other lengths too."""
-    distances = np.unique(by[(by != 0) & (by != UNKNOWN)])
-    other = second() if len(distances) == 1 else None
-    again = None if other is None else _moved(other)
-    if other is None or again is None:
-        return None
-    both = ((read.places, by), (other.places, again))
+    distances = np.unique(both[0][1][(both[0][1] != 0) & (both[0][1] != UNKNOWN)])
     shown = [Shown(x, (y != UNKNOWN).any(axis=0), (y == distances[0]).any(axis=0)) for x, y in both]
-    rule = next(rules_of(*shown), None)
+    rule = next(rules_of(*shown), None) if len(distances) == 1 else None
     if rule is None:
         return None
-    at = "i" if read.passed else "j"
-    text = f"{at} {distances[0]:+d}" + f", those with {rule}" * bool(rule.spans)
-    return text, partial(_further, rule, int(distances[0]), read.passed)
+    text = f"{'ji'[passed]} {distances[0]:+d}" + f", those with {rule}" * bool(rule.spans)
+    return text, partial(_further, rule, int(distances[0]), passed)
 
 
 def _further(rule: Rule, by: int, of_rows: bool, x: Places) -> Array:
-    return np.asarray((x.i if of_rows else x.j) + by * rule.holds(x))
+    return np.asarray(_at(x, of_rows) + by * rule.holds(x))
 
 
-def _in_tiles(read: Weights, by: Array, second: Callable[[], Weights]) -> tuple[str, To] | None:
+def _at(x: Places, of_rows: bool) -> Array:
+    return x.i if of_rows else x.j
+
+
+def _in_tiles(both: list[Read], passed: bool) -> tuple[str, To] | None:
     """Where tiles have an order of their own, the same in all of them."""
     for tile in TILES:
-        order = _order(read, by, tile)
-        again = _moved(second()) if order is not None else None
-        other = None if again is None else _order(second(), again, tile)
-        if order is not None and other is not None:
-            order = np.where(order < 0, other, order)
+        order, here = np.full(tile, -1), []
+        for x, by in both:
+            known = by != UNKNOWN
+            at = np.broadcast_to(_at(x, passed) % tile, by.shape)[known]
+            here.append((at, at + by[known]))
+            order[at] = at + by[known]
+        inside = ((order >= 0) & (order < tile)).all()
+        if inside and all((order[at] == to).all() for at, to in here):
             text = f"in every tile of {tile} in the order {', '.join(map(str, order))}"
-            return text, partial(_reordered, order, read.passed)
+            return text, partial(_reordered, order, passed)
     return None
 
 
-def _order(read: Weights, by: Array, tile: int) -> Array | None:
-    """Where weights of every place in a tile are in that tile; -1 where that is not known."""
-    x, known = read.places, by != UNKNOWN
-    at = np.broadcast_to((x.i if read.passed else x.j) % tile, by.shape)[known]
-    to, order = at + by[known], np.full(tile, -1)
-    order[at] = to
-    inside = (to >= 0) & (to < tile)
-    return order if inside.all() and (order[at] == to).all() else None
-
-
 def _reordered(order: Array, of_rows: bool, x: Places) -> Array:
-    at = (x.i if of_rows else x.j) + np.zeros(x.j.shape, dtype=int)
+    at = _at(x, of_rows) + np.zeros(x.j.shape, dtype=int)
     return np.asarray(at - at % len(order) + order[at % len(order)])
 
 
-def _listed(read: Weights, by: Array) -> str:
-    """In the shortest sequence and its line with the most of them."""
-    x, moved = read.places, (by != 0) & (by != UNKNOWN)
-    h, *pairs = np.nonzero(moved)
-    b = min(np.unique(x.b[pairs[0], 0]), key=lambda b: x.question.lengths_k[b])
-    first_q, first_k = (int(x.question.offsets(of)[b]) for of in "qk")
-    lines = moved[h[0]].T if read.passed else moved[h[0]]
-    inside = slice(*x.question.offsets("k" if read.passed else "q")[b : b + 2].tolist())
-    line = inside.start + int(lines[inside].sum(axis=1).argmax())
-    first, of = (first_q, first_k) if read.passed else (first_k, first_q)
-    distances = (by[h[0]].T if read.passed else by[h[0]])[line]
-    here = np.flatnonzero(lines[line])
+def _listed(x: Places, by: Array, passed: bool) -> str:
+    """On the line with the most of them."""
+    moved = (by != 0) & (by != UNKNOWN)
+    counts = moved.sum(axis=1 if passed else 2)
+    h, at = np.unravel_index(counts.argmax(), counts.shape)
+    distance = by[h, :, at] if passed else by[h, at]
+    b = int(x.question.sequence_of("kq"[not passed])[at])
+    first, other = (int(x.question.offsets(of)[b]) for of in ("qk" if passed else "kq"))
     told = [
-        f"{named('', here[distances[here] == d] - first)} {d:+d}"
-        for d in np.unique(distances[here])
+        f"{named('', np.flatnonzero(distance == d) - first)} {d:+d}"
+        for d in np.unique(distance[(distance != 0) & (distance != UNKNOWN)])[:4]
     ]
-    at, other = ("i", "j") if read.passed else ("j", "i")
-    return f"in sequence {b}, {other} = {line - of}: {at} = {'; '.join(told[:4])}"
+    line = f"{'ij'[passed]} = {at - other}"
+    return f"in sequence {b}, {line}: {'ji'[passed]} = {'; '.join(told)}"
 
 
 def _with_moved(to: To, axis: int, step: str, c: Context) -> Floats:
