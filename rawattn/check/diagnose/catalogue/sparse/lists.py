@@ -10,7 +10,7 @@ import numpy as np
 
 from rawattn.check.diagnose.catalogue import maps
 from rawattn.check.diagnose.engine.attention import Bug, See, View, sparse_views
-from rawattn.check.diagnose.engine.lists import Ints, Lists, lists_of
+from rawattn.check.diagnose.engine.lists import Ints, Lists, by_token, lists_of
 from rawattn.check.diagnose.engine.question import Question
 
 TILES = (4, 6, 8, 16, 32)
@@ -94,6 +94,7 @@ def _union(size: int, x: Lists) -> Lists:
 MISSING, TWICE, CUT = "sparse-own-block-missing", "sparse-duplicate-twice", "sparse-list-cut"
 READ, OPEN, COUNTS = "sparse-padding-read", "sparse-not-causal", "sparse-counts-ignored"
 MISREAD, PLACE, UNION = "sparse-lists-misread", "sparse-other-place", "sparse-tile-union"
+GRID = "sparse-block-grid"
 TABLE: tuple[Row, ...] = (
     (OPEN, "everywhere", _uncut(lambda slot, own: slot)),
     (OPEN, "in the own block", _uncut(lambda slot, own: own)),
@@ -148,9 +149,30 @@ def of_heads(of: Ints, factors: Ints, x: Lists) -> Lists:
     return replace(x, **moved, heads=factors)
 
 
-PLACES: dict[str, Of] = {  # of a query among the keys
-    "at i, without seqlen_k - seqlen_q": lambda x: x.row,
-    "one key further": lambda x: x.place + 1,
+PLACES: dict[str, Callable[[Lists, int], Ints]] = {  # of a query among the keys, by tiles of t
+    "at i, without seqlen_k - seqlen_q": lambda x, t: x.row,
+    "one key further": lambda x, t: x.place + 1,
+    "at its number in q": lambda x, t: np.arange(len(x.named))[:, None, None],
+    "that of the first query of its tile of {}": lambda x, t: x.place - x.row % t,
+    "that of the last query of its tile of {}": lambda x, t: (
+        x.place
+        - x.row
+        + np.minimum(x.row | (t - 1), by_token(x.question, x.question.lengths_q) - 1)
+    ),
+}
+SHIFTS: dict[str, Callable[[Question], Any]] = {  # keys of a block that lie before the sequence
+    "from the first of all packed keys": lambda q: q.offsets("k")[:-1],
+    "from the first of all packed queries": lambda q: q.offsets("q")[:-1],
+    "from the sequence's end": lambda q: np.negative(q.lengths_k),
+}
+NOT_BEHIND = _only(lambda x: x.counted & ~(x.question.causal & (x.named > x.own_block)))
+SHIFTED: dict[str, Change] = {
+    "": where(
+        length=lambda x: x.length + x.shift,
+        place=lambda x: np.where(x.place < 0, -1, (x.place + x.shift) // x.size * x.size),
+    ),
+    ", but not the own one": lambda x: x,
+    ", but not the own one, and where causal none is seen behind that": NOT_BEHIND,
 }
 OF_PLACES = {"the own block and the mask": ("place", "bound"), "the own block": ("place",)}
 OF_PLACES |= {"the mask": ("bound",)}
@@ -163,8 +185,17 @@ def misread(question: Question) -> Iterator[Bug]:
     for by, some in product(maps_of(question), alone):
         text, see = f"{' and '.join(some)}, {by.words}", listed(partial(moved, by, some))
         yield Bug(MISREAD, text, see=see)
-    for (words, number), (what, fields) in product(PLACES.items(), OF_PLACES.items()):
-        yield Bug(PLACE, f"{what}: {words}", see=listed(where(**dict.fromkeys(fields, number))))
+    for (words, number), t in product(PLACES.items(), TILES[2:]):
+        for what, fields in OF_PLACES.items() if "{}" in words or t == TILES[2] else ():
+            places = dict.fromkeys(fields, lambda x, number=number, t=t: number(x, t))
+            yield Bug(PLACE, f"{what}: {words.format(t)}", see=listed(where(**places)))
+    for (words, of), (more, change) in product(SHIFTS.items(), SHIFTED.items()):
+        see = listed(lambda x, of=of, change=change: change(_shifted(of, x)))
+        yield Bug(GRID, f"{words}{more}", see=see)
+
+
+def _shifted(of: Callable[[Question], Any], x: Lists) -> Lists:
+    return replace(x, shift=by_token(x.question, of(x.question) % x.size))
 
 
 def maps_of(question: Question) -> Iterator[maps.Map]:
