@@ -6,7 +6,8 @@ import math
 from collections import Counter
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import replace
-from functools import partial
+from functools import cache, partial
+from itertools import islice
 from operator import itemgetter
 from typing import Any, cast
 
@@ -15,6 +16,7 @@ import numpy as np
 from rawattn.check.candidate import Candidate, Unsupported
 from rawattn.check.cases import DTYPES, Case, Tensors, lse_dtype, make
 from rawattn.check.diagnose.catalogue.classes import CLASSES
+from rawattn.check.diagnose.catalogue.sparse import selection
 from rawattn.check.diagnose.engine.attention import NO_BUG, Bug, empty, solve
 from rawattn.check.diagnose.engine.effort import spent
 from rawattn.check.diagnose.engine.question import STAGES, TENSORS, WIDE, Answers, Question, by_rows
@@ -40,7 +42,7 @@ SURE, COARSE = ("high", "medium"), "narrow-intermediate"
 FURTHER = ((21, 3, 48, 0, 38), (70, 9, 32))  # lengths of what is asked once more
 UNUSED: dict[str, Any] = {"seqused_k": None, "sinks": False, "softcap": None, "causal": False}
 UNUSED |= {"window": (-1, -1), "own": False, "gate": False, "counts": False}
-FORMS = 12  # of a bug that look the same, of which one may hold on further problems
+FORMS = 12  # and bugs that look the same, of which one may hold on further problems
 LEAST = 3  # kinds of cases that are made smaller
 OFFSETS = ("cu_seqlens_q", "cu_seqlens_k")
 OPTIONAL = ("sinks", "tsinks", "seqused_k")
@@ -98,7 +100,7 @@ def _asked_once_more(candidate: Candidate, f: Finding, case: Case) -> Finding:
     """A finding that ``case`` shows, as sure as problems of other lengths and options leave it."""
     asked = f.side == SIDE and f.confidence == "high"
     if asked and (lacks := [*_lacking(candidate, f, case)]):
-        for one in _others(candidate, f, case):
+        for one in islice(_others(candidate, f, case), FORMS):
             if not any(_lacking(candidate, one, case)):
                 return one
         told = f"it does not give the numbers of other problems: {', '.join(lacks)}"
@@ -107,18 +109,21 @@ def _asked_once_more(candidate: Candidate, f: Finding, case: Case) -> Finding:
 
 
 def _others(candidate: Candidate, f: Finding, case: Case) -> Iterator[Finding]:
-    """The same finding in other forms that ``case`` leaves, and so does its small problem."""
+    """The same finding with other forms of the bug that the small problem of ``case`` leaves, and
+    then with other bugs that give the numbers there."""
     asked = question_of(candidate.fit(small(case)), clean=True)
-    forms: dict[str, dict[str, Bug]] = {}
+    answers = cache(partial(answers_of, candidate, asked))
+    found = {(f.bug, form): {**bugs} for form, bugs in f.forms.items()}
+    weights = [*selection.of_weights(asked)] if asked.sparse else []
     for stage in f.planted:
-        for bug in (bug for bug in catalogue(asked, stage) if bug.name == f.bug):
-            forms.setdefault(bug.variant, {})[stage] = bug
-    whole = {form: bugs for form, bugs in forms.items() if bugs.keys() == f.planted.keys()}
-    of_class = replace(f, forms={**f.forms, **whole})
-    for form in [form for form in of_class.forms if form != f.form][:FORMS]:
-        one = of_class.worded(form)
-        if _gives(candidate, asked, one.planted, f.tensors) is not False:
-            yield one
+        for bug in (*catalogue(asked, stage), *(bug for bug in weights if stage in bug.stages)):
+            found.setdefault((bug.name, bug.variant), {}).setdefault(stage, bug)
+    for (name, form), bugs in sorted(found.items(), key=lambda one: one[0][0] != f.bug):
+        whole = bugs.keys() == f.planted.keys() and (name, form) != (f.bug, f.form)
+        if whole and _gives(answers, asked, bugs, f.tensors):
+            one, of = replace(f, forms={form: bugs}).worded(form), CLASSES[name]
+            other = replace(one, bug=name, form=form, planted=bugs, look_at=of.look_at, sight=None)
+            yield one if name == f.bug else replace(other, title=f"{of.title}: {form}")
 
 
 def _lacking(candidate: Candidate, f: Finding, case: Case) -> Iterator[str]:
@@ -139,7 +144,7 @@ def _explains(candidate: Candidate, diagnosis: Diagnosis, case: Case) -> bool:
         return False
     (one,), asked = diagnosis.findings, question_of(candidate.fit(small(case)), clean=True)
     right = dict.fromkeys(asked.stages, NO_BUG)
-    gives = partial(_gives, candidate, asked)
+    gives = partial(_gives, cache(partial(answers_of, candidate, asked)), asked)
     return gives(right | {**one.planted}) is True and gives(right) is False
 
 
@@ -149,15 +154,18 @@ def _holds(candidate: Candidate, f: Finding, case: Case, lengths: Sequence[int])
     like = replace(small(case), direction=case.direction)
     other = with_lengths(like, (tuple(lengths), tuple(lengths[:: -1 if apart else 1])))
     asked = question_of(candidate.fit(other), clean=True)
-    return _gives(candidate, asked, f.planted, f.tensors) is not False
+    return _gives(partial(answers_of, candidate, asked), asked, f.planted, f.tensors) is not False
 
 
 def _gives(
-    candidate: Candidate, asked: Question, bugs: Mapping[str, Bug], names: Collection[str] = TENSORS
+    ask: Callable[[], Answers],
+    asked: Question,
+    bugs: Mapping[str, Bug],
+    names: Collection[str] = TENSORS,
 ) -> bool | None:
-    """Whether ``candidate`` gives what bugs by stage do; None where one of both cannot be asked."""
+    """Whether answers are what bugs by stage give; None where one of both cannot be asked."""
     try:
-        answers = answers_of(candidate, asked)
+        answers = ask()
         due = [solve(asked, stage, bug, given=asked.passed) for stage, bug in bugs.items()]
     except Exception:  # of what it throws was told before; a plant may be of its problem alone
         return None
@@ -328,7 +336,8 @@ def _read(candidate: Candidate, question: Question) -> Readings:
         return None if alone is None else partial(answers_of, alone)
 
     def enough(bug: Bug) -> bool:
-        return _gives(candidate, question, dict.fromkeys(question.stages, bug)) is True
+        answers = partial(answers_of, candidate, question)
+        return _gives(answers, question, dict.fromkeys(question.stages, bug)) is True
 
     return read(question, ask, enough=enough)
 

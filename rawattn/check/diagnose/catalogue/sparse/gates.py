@@ -93,13 +93,16 @@ def _of_head(head: int, heads: int, name: str, c: Context) -> Floats:
     return np.asarray((c.view.heads % heads == head)[:, None, None] * STEPS[name](c))
 
 
-# of slots (heads, n, m), -1 of an own block that none names, keys of own blocks, slots' number
-Slots = Callable[[Ints, Ints, int], Ints]
+# of slots (heads, n, m), -1 of an own block that none names, and keys of own blocks
+Slots = Callable[[Ints, Ints, Question], Ints]
 SLOTS: dict[str, Slots] = {
-    "that of the last slot for the own block": lambda slot, own, n: slot % n,
-    "that of the first slot for the own block": lambda slot, own, n: np.maximum(slot, 0),
-    "1 for the first slot": lambda slot, own, n: np.where(slot == 0, -1, slot),
-    "1 for the own block where a slot names it": lambda slot, own, n: np.where(own, -1, slot),
+    "that of the last slot for the own block": lambda slot, own, q: slot % q.slots,
+    "that of the first slot for the own block": lambda slot, own, q: np.maximum(slot, 0),
+    "1 for the first slot": lambda slot, own, q: np.where(slot == 0, -1, slot),
+    "1 for the own block where a slot names it": lambda slot, own, q: np.where(own, -1, slot),
+    "1 for a named own block, where none needs to be named": lambda slot, own, q: np.where(
+        own & q.own, -1, slot
+    ),
 }
 
 
@@ -108,8 +111,8 @@ def _in_slots(of: Slots, question: Question, view: View) -> View:
     if view.lists is None or not question.slots:
         return view
     block = (view.keys - question.cu_seqlens_k[view.sequence]) // question.block_size
-    own = question.own & (view.lists.own_block[view.rows, 0] == block)
-    slot = np.where(view.weight > 0, of(np.asarray(view.slot), own, question.slots), -1)
+    own = view.lists.own_block[view.rows, 0] == block
+    slot = np.where(view.weight > 0, of(np.asarray(view.slot), own, question), -1)
     return replace(view, slot=slot)
 
 

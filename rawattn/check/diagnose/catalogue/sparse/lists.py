@@ -156,8 +156,7 @@ PLACES: dict[str, Callable[[Lists, int], Ints]] = {  # of a query among the keys
     "that of the first query of its tile of {}": lambda x, t: x.place - x.row % t,
     "that of the last query of its tile of {}": lambda x, t: (
         x.place
-        - x.row
-        + np.minimum(x.row | (t - 1), by_token(x.question, x.question.lengths_q) - 1)
+        + np.minimum(t - 1 - x.row % t, by_token(x.question, x.question.lengths_q) - 1 - x.row)
     ),
 }
 SHIFTS: dict[str, Callable[[Question], Any]] = {  # keys of a block that lie before the sequence
@@ -190,12 +189,11 @@ def misread(question: Question) -> Iterator[Bug]:
             places = dict.fromkeys(fields, lambda x, number=number, t=t: number(x, t))
             yield Bug(PLACE, f"{what}: {words.format(t)}", see=listed(where(**places)))
     for (words, of), (more, change) in product(SHIFTS.items(), SHIFTED.items()):
-        see = listed(lambda x, of=of, change=change: change(_shifted(of, x)))
-        yield Bug(GRID, f"{words}{more}", see=see)
+        yield Bug(GRID, f"{words}{more}", see=listed(partial(_shifted, of, change)))
 
 
-def _shifted(of: Callable[[Question], Any], x: Lists) -> Lists:
-    return replace(x, shift=by_token(x.question, of(x.question) % x.size))
+def _shifted(of: Callable[[Question], Any], change: Change, x: Lists) -> Lists:
+    return change(replace(x, shift=by_token(x.question, of(x.question) % x.size)))
 
 
 def maps_of(question: Question) -> Iterator[maps.Map]:
