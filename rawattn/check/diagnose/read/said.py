@@ -93,7 +93,9 @@ class Said:
         """Whether with a bug of who sees whom keys are seen as they were read."""
         read = self.support
         if bug.see is None and bug.steps.keys() == {"L", "O"} and not read.right:
-            return self.loose or bool(self.unread) or "lse" not in self.right  # parts are merged
+            same = (read.seen == read.places.rights).all(axis=-1) | ~read.seen.any(axis=-1)
+            known = "lse" in self.right and not same.all()  # else parts are merged, or rows dead
+            return self.loose or bool(self.unread) or not known
         known = read.named and not (read.right or self.unread or read.places.question.sparse)
         if bug.see is None or not known or read.second is None:
             return True

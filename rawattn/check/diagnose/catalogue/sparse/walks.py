@@ -23,15 +23,19 @@ ORDERS: dict[str, Order] = {
 }
 Steps = Callable[[Context], list[Ints]]  # which pairs every step, or every part, has
 LOTS = (1, 2, 4, 8, 16, 32, 64, 128)  # queries of one step of a loop
-OVERWRITES = "the last {} alone"
-# which of so many places count, in lots of t
+OVERWRITES, REPEATED = "the last {} alone", "in lots of {}, the last one filled with the last"
+SHARED = {OVERWRITES: "tile-overwrites", REPEATED: "sparse-spare-lanes"}
+# how often each of so many places counts, in lots of t
 Share = Callable[[Ints, Ints, int], Ints]
 SHARES: dict[str, Share] = {
     OVERWRITES: lambda p, n, t: p // t == (n - 1) // t,
     "at most {}, the first": lambda p, n, t: p < t,
     "in whole lots of {} alone": lambda p, n, t: p < n // t * t,
+    REPEATED: lambda p, n, t: 1 + (p == n - 1) * (-n % t),
 }
 Places = Callable[[Question, View], tuple[Ints, Ints]]
+Kept = Callable[[Question, View], Ints]  # how often every pair counts
+Row = tuple[str, str, Kept]  # a class and words
 
 
 def in_lists(question: Question, view: View) -> tuple[Ints, Ints]:
@@ -120,37 +124,72 @@ def _own_and_rest(c: Context) -> list[Ints]:
 
 
 def bugs(question: Question, wrong: Collection[str]) -> Iterator[Bug]:
-    """A part of a list of queries, or of a walk, that counts alone, in what is ``wrong``."""
-    if "dq" in wrong:
-        for (of, order), (words, share) in product(ORDERS.items(), SHARES.items()):
-            for most in range(1, question.slots + 1):
-                name = "tile-overwrites" if words == OVERWRITES else "sparse-list-cut"
-                text = f"dq, of the blocks that a query walks, {of}, {words.format(most)}"
-                steps = {"dQ": partial(_weighed, "dQ", partial(in_walk, order), share, most)}
-                yield Bug(name, text, BACKWARD, steps=steps)
-    names, longest = [x for x in ("dk", "dv") if x in wrong], max(question.lengths_q)
-    for words, share in SHARES.items() if names else ():
-        name = "tile-overwrites" if words == OVERWRITES else "sparse-queries-lost"
-        for lot in range(1, longest) if "at most" in words else LOTS:
-            if lot < longest:
-                text = f"of the queries in a block's list {words.format(lot)}"
-                of_lists = [RESULTS["backward"][name] for name in names]
-                steps = {x: partial(_weighed, x, in_lists, share, lot) for x in of_lists}
-                yield Bug(name, f"{' and '.join(names)}, {text}", BACKWARD, steps=steps)
+    """Lists of queries, or walks, of which parts count otherwise, in what is ``wrong``."""
+    of_keys = [name for name in ("dk", "dv") if name in wrong]
+    for names, of in (["dq"] if "dq" in wrong else [], _of_walks), (of_keys, _of_lists):
+        for name, text, kept in of(question) if names else ():
+            steps = {x: partial(_weighed, x, kept) for x in [RESULTS["backward"][n] for n in names]}
+            yield Bug(name, f"{' and '.join(names)}, {text}", BACKWARD, steps=steps)
 
 
 def cut(question: Question) -> Iterator[Bug]:
-    """Parts of walks that everything is made of."""
-    lots, shares = range(1, question.slots + 1), [*SHARES.items()][1:]  # not the last alone
-    for (of, order), (words, share), lot in product(ORDERS.items(), shares, lots):
+    """The same of walks that everything is made of, but for the last block alone."""
+    for name, text, kept in _of_walks(question):
+        if name != SHARED[OVERWRITES]:
+            yield Bug(name, text, see=each(_kept, kept))
+
+
+def _of_walks(question: Question) -> Iterator[Row]:
+    lots = range(1, question.slots + 1)
+    for (of, order), (words, share), lot in product(ORDERS.items(), SHARES.items(), lots):
         text = f"of the blocks that a query walks, {of}, {words.format(lot)}"
-        yield Bug("sparse-list-cut", text, see=each(_kept, order, share, lot))
+        kept = partial(_shared_out, partial(in_walk, order), share, lot)
+        yield SHARED.get(words, "sparse-list-cut"), text, kept
+    yield from (("sparse-list-cut", *row) for row in _of_others(question))
 
 
-def _kept(order: Order, share: Share, lot: int, question: Question, view: View) -> View:
-    """A view with the blocks of a walk that count."""
-    place, count = in_walk(order, question, view)
-    return replace(view, weight=view.weight * share(place, count, lot))
+def _of_lists(question: Question) -> Iterator[Row]:
+    longest = max(question.lengths_q)
+    for words, share in SHARES.items():
+        for lot in range(1, longest) if "at most" in words else LOTS:
+            text = f"of the queries in a block's list {words.format(lot)}"
+            kept = partial(_shared_out, in_lists, share, lot)
+            yield SHARED.get(words, "sparse-queries-lost"), text, kept
+    yield from (("sparse-queries-lost", *row) for row in _of_others(question))
+
+
+def _of_others(question: Question) -> Iterator[tuple[str, Kept]]:
+    """What one head of a group, or one query of a tile, sees: all others skip other blocks."""
+    heads = np.asarray(question.block_indices).shape[1] > question.num_heads_kv
+    for tile, last in product(LOTS[:-1], (0, 1)):
+        one = ("first", "last")[last]
+        if heads:
+            text = f"the {one} head of its group sees, by tiles of {tile} queries"
+            yield f"blocks alone that {text}", partial(_as_another, True, last, tile)
+        if tile > 1:
+            text = f"the {one} query of its tile of {tile} sees"
+            yield f"blocks alone that {text}", partial(_as_another, False, last, tile)
+
+
+def _as_another(head: bool, last: int, tile: int, question: Question, view: View) -> Ints:
+    block = (view.keys - question.cu_seqlens_k[view.sequence]) // question.block_size
+    starts = np.arange(0, view.weight.shape[1], tile)
+    seen = np.logical_or.reduceat(view.weight > 0, np.unique(block, return_index=True)[1], axis=2)
+    if head:
+        seen = np.logical_or.reduceat(seen[[-last]], starts, axis=1)
+    else:
+        seen = seen[:, np.minimum(starts + last * (tile - 1), seen.shape[1] - 1)]
+    return seen[:, np.arange(view.weight.shape[1]) // tile][..., block]
+
+
+def _shared_out(places: Places, share: Share, lot: int, question: Question, view: View) -> Ints:
+    at, count = places(question, view)
+    return (at >= 0) * share(at, count, lot)
+
+
+def _kept(kept: Kept, question: Question, view: View) -> View:
+    listed = view.slot is not None  # else of the sliding branch
+    return replace(view, weight=view.weight * kept(question, view)) if listed else view
 
 
 def stale(question: Question) -> Iterator[Bug]:
@@ -177,8 +216,7 @@ def _stale_out(order: Order, which: stages.Which, c: Context) -> Floats:
     return np.asarray(STEPS["O"](changed(c, P=P[..., :-1] * (place >= 0))))
 
 
-def _weighed(step: str, places: Places, share: Share, lot: int, c: Context) -> Floats:
-    """A product of the pairs that count."""
-    at, count = places(c.question, c.view)
-    kept = (at >= 0) & share(at, count, lot)
-    return np.asarray(STEPS[step](changed(c, P=c.P * kept, dY=c.dY * kept)))
+def _weighed(step: str, kept: Kept, c: Context) -> Floats:
+    """A product of pairs as often as they count."""
+    often = kept(c.question, c.view)
+    return np.asarray(STEPS[step](changed(c, P=c.P * often, dY=c.dY * often)))
