@@ -249,8 +249,8 @@ def _shares(taken: Taken, parts: Parts) -> Floats:
     return _exp(lses - unit * _finite(_whole(taken, parts)))
 
 
-def _dead_where(dead: Callable[[Floats], Floats], of: Weights, nothing: float, parts: Parts) -> Floats:
-    return np.where(dead(np.isneginf(parts.lses)), nothing, of(parts))
+def _dead_where(part: int, of: Weights, nothing: float, parts: Parts) -> Floats:
+    return np.where(np.isneginf(parts.lses[part]), nothing, of(parts))
 
 
 RIGHT = "right"
@@ -283,12 +283,8 @@ LSES: dict[str, Callable[[Parts], Floats]] = {
     "exp where lse is in base 2, and log2 of the sum": partial(_mixed, 1 / LN_2),
     "exp2 where lse is in natural units, and ln of the sum": partial(_mixed, LN_2),
 }
-for words, dead in {  # parts (parts, heads, n) that have no keys
-    "the first part": lambda none: none[0],
-    "the last part": lambda none: none[-1],
-    "a part": lambda none: none.any(axis=0),
-}.items():
-    text, of = f"none where {words} has no keys", partial(_dead_where, dead)
+for words, part in {"the first part": 0, "the last part": -1}.items():
+    text, of = f"none where {words} has no keys", partial(_dead_where, part)
     WEIGHTS[text], LSES[text] = partial(of, WEIGHTS[RIGHT], 0.0), partial(of, LSES[RIGHT], -np.inf)
 
 

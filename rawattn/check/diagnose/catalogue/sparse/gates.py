@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
-from functools import partial
+from functools import lru_cache, partial
 
 import numpy as np
 
@@ -11,7 +11,8 @@ from rawattn.check.diagnose.catalogue.reading import whole
 from rawattn.check.diagnose.catalogue.second_order import JVP, SECOND, with_values
 from rawattn.check.diagnose.catalogue.sparse import lists, walks
 from rawattn.check.diagnose.catalogue.sparse.lists import listed
-from rawattn.check.diagnose.engine.attention import BACKWARD, FIRST, Bug, See, View, each, per_key
+from rawattn.check.diagnose.engine import attention
+from rawattn.check.diagnose.engine.attention import BACKWARD, Bug, See, View, each, per_key
 from rawattn.check.diagnose.engine.lists import Ints, Lists
 from rawattn.check.diagnose.engine.question import STAGES, Question
 from rawattn.check.diagnose.engine.steps import STEPS, Context, Floats, Step, times
@@ -31,11 +32,15 @@ def bugs(question: Question, different: Callable[[See], bool]) -> Iterator[Bug]:
     rows += DIRECTIONS if question.tblock_scale is not None else ()
     rows += LEFT_OUT if np.any(np.asarray(question.block_scale) != 1) else ()
     yield from (Bug(name, words, stages, steps=steps) for name, words, stages, steps in rows)
-    yield from (Bug(ORDER, words, see=see) for words, see in OTHERS.items() if different(see))
+    for words, see in OTHERS.items():
+        if different(see):
+            yield Bug(ORDER, words, see=see)
+            yield Bug(ORDER, f"{words}, where it is read", BEYOND, steps=_read_by(see))
+            right = _read_by(each(lambda question, view: view))
+            yield Bug(ORDER, f"{words}, in the gradient", BEYOND, see, right)
     for words, of in SLOTS.items():
         if different(see := each(_in_slots, of)):
-            gated = {name: with_values(name, G=partial(_gate_of, of)) for name in GATED}
-            yield Bug(ORDER, words, steps=gated)
+            yield Bug(ORDER, words, steps=_read_by(see))
             yield Bug(ORDER, f"{words}, and in the gradient", see=see)
 
 
@@ -62,7 +67,7 @@ ON_OUT: dict[str, Step] = S | {
     "dG": lambda c: c.P * times(c.dO, c.V.T),
 }
 GRADIENTS: tuple[Row, ...] = (
-    (ON_P, "P V alone", FIRST, ON_OUT),
+    (ON_P, "P V alone", attention.FIRST, ON_OUT),
     (ON_P, "twice in dY", BACKWARD, {"dY": lambda c: c.G * STEPS["dY"](c)}),
     (ON_P, "twice in its own gradient", BACKWARD, {"dG": lambda c: c.G * c.dS * c.Y}),
     (MISSING, "", BACKWARD, NO_GRADIENT),  # each alone, too
@@ -93,16 +98,20 @@ def _of_head(head: int, heads: int, name: str, c: Context) -> Floats:
     return np.asarray((c.view.heads % heads == head)[:, None, None] * STEPS[name](c))
 
 
-# of slots (heads, n, m), -1 of an own block that none names, and keys of own blocks
-Slots = Callable[[Ints, Ints, Question], Ints]
+# of slots (heads, n, m), -1 of an own block that none names, keys of own blocks, and which slots
+# are walked (heads, n, slots)
+Slots = Callable[[Ints, Ints, Ints], Ints]
 SLOTS: dict[str, Slots] = {
-    "that of the last slot for the own block": lambda slot, own, q: slot % q.slots,
-    "that of the first slot for the own block": lambda slot, own, q: np.maximum(slot, 0),
-    "1 for the first slot": lambda slot, own, q: np.where(slot == 0, -1, slot),
-    "1 for the own block where a slot names it": lambda slot, own, q: np.where(own, -1, slot),
-    "1 for a named own block, where none needs to be named": lambda slot, own, q: np.where(
-        own & q.own, -1, slot
+    "that of the last slot for the own block": lambda slot, own, w: slot % w.shape[2],
+    "that of the last slot, where it is walked, for the own block": lambda slot, own, w: np.where(
+        (slot < 0) & w[..., -1:], w.shape[2] - 1, slot
     ),
+    "that of the last slot that is walked for the own block": lambda slot, own, w: np.where(
+        slot < 0, (w * np.arange(1, 1 + w.shape[2])).max(axis=2)[..., None] - 1, slot
+    ),
+    "that of the first slot for the own block": lambda slot, own, w: np.maximum(slot, 0),
+    "1 for the first slot": lambda slot, own, w: np.where(slot == 0, -1, slot),
+    "1 for the own block where a slot names it": lambda slot, own, w: np.where(own, -1, slot),
 }
 
 
@@ -112,7 +121,10 @@ def _in_slots(of: Slots, question: Question, view: View) -> View:
         return view
     block = (view.keys - question.cu_seqlens_k[view.sequence]) // question.block_size
     own = view.lists.own_block[view.rows, 0] == block
-    slot = np.where(view.weight > 0, of(np.asarray(view.slot), own, question), -1)
+    slot = np.asarray(view.slot)
+    walked = np.zeros((*slot.shape[:2], question.slots + 1), dtype=bool)
+    np.put_along_axis(walked, slot, True, axis=2)
+    slot = np.where(view.weight > 0, of(slot, own, walked[..., :-1]), -1)
     return replace(view, slot=slot)
 
 
@@ -125,8 +137,19 @@ def _by_place(order: str, question: Question, view: View) -> View:
     return replace(view, slot=np.where(view.slot < 0, -1, np.minimum(place, question.slots - 1)))
 
 
-def _gate_of(slots: Slots, c: Context) -> Floats | float:
-    return per_key(_in_slots(slots, c.question, c.view), c.question.block_scale, 1.0)
+@lru_cache(maxsize=8)
+def _views(see: See, question: Question) -> dict[tuple[int, int], View]:
+    return {(one.sequence, one.head_kv): one for one in see(question, attention.views_of(question))}
+
+
+def _read_by(see: See) -> dict[str, Step]:
+    """Steps whose factors, of the same keys, are those of other views."""
+
+    def gate(c: Context) -> Floats | float:
+        view = _views(see, c.question)[c.view.sequence, c.view.head_kv]
+        return per_key(view, c.question.block_scale, 1.0)
+
+    return {name: with_values(name, G=gate) for name in GATED}
 
 
 def _sorted(order: Callable[[Lists], Ints], x: Lists) -> Lists:

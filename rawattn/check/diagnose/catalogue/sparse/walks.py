@@ -124,51 +124,34 @@ def _own_and_rest(c: Context) -> list[Ints]:
 
 
 def bugs(question: Question, wrong: Collection[str]) -> Iterator[Bug]:
-    """Lists of queries, or walks, of which parts count otherwise, in what is ``wrong``."""
-    of_keys = [name for name in ("dk", "dv") if name in wrong]
-    for names, of in (["dq"] if "dq" in wrong else [], _of_walks), (of_keys, _of_lists):
-        for name, text, kept in of(question) if names else ():
+    """Walks, or lists of queries, of which parts count otherwise, in what is ``wrong``."""
+    for of_lists, of in enumerate((("dq",), ("dk", "dv"))):
+        names = [name for name in of if name in wrong]
+        for name, text, kept in _shares(question, bool(of_lists)) if names else ():
             steps = {x: partial(_weighed, x, kept) for x in [RESULTS["backward"][n] for n in names]}
             yield Bug(name, f"{' and '.join(names)}, {text}", BACKWARD, steps=steps)
 
 
 def cut(question: Question) -> Iterator[Bug]:
     """The same of walks that everything is made of, but for the last block alone."""
-    for name, text, kept in _of_walks(question):
-        if name != SHARED[OVERWRITES]:
-            yield Bug(name, text, see=each(_kept, kept))
+    rows = (row for row in _shares(question, False) if row[0] != SHARED[OVERWRITES])
+    yield from (Bug(name, text, see=each(_kept, kept)) for name, text, kept in rows)
 
 
-def _of_walks(question: Question) -> Iterator[Row]:
-    lots = range(1, question.slots + 1)
-    for (of, order), (words, share), lot in product(ORDERS.items(), SHARES.items(), lots):
-        text = f"of the blocks that a query walks, {of}, {words.format(lot)}"
-        kept = partial(_shared_out, partial(in_walk, order), share, lot)
-        yield SHARED.get(words, "sparse-list-cut"), text, kept
-    yield from (("sparse-list-cut", *row) for row in _of_others(question))
-
-
-def _of_lists(question: Question) -> Iterator[Row]:
-    longest = max(question.lengths_q)
-    for words, share in SHARES.items():
-        for lot in range(1, longest) if "at most" in words else LOTS:
-            text = f"of the queries in a block's list {words.format(lot)}"
-            kept = partial(_shared_out, in_lists, share, lot)
-            yield SHARED.get(words, "sparse-queries-lost"), text, kept
-    yield from (("sparse-queries-lost", *row) for row in _of_others(question))
-
-
-def _of_others(question: Question) -> Iterator[tuple[str, Kept]]:
-    """What one head of a group, or one query of a tile, sees: all others skip other blocks."""
-    heads = np.asarray(question.block_indices).shape[1] > question.num_heads_kv
-    for tile, last in product(LOTS[:-1], (0, 1)):
-        one = ("first", "last")[last]
-        if heads:
-            text = f"the {one} head of its group sees, by tiles of {tile} queries"
-            yield f"blocks alone that {text}", partial(_as_another, True, last, tile)
-        if tile > 1:
-            text = f"the {one} query of its tile of {tile} sees"
-            yield f"blocks alone that {text}", partial(_as_another, False, last, tile)
+def _shares(question: Question, of_lists: bool) -> Iterator[Row]:
+    """Shares of walks or of lists; blocks that one head, or one query, of a tile sees."""
+    name, lots = "sparse-list-cut", range(1, question.slots + 1)
+    walks = {f"blocks that a query walks, {x},": partial(in_walk, of) for x, of in ORDERS.items()}
+    every: dict[str, Places] = {"queries in a block's list": in_lists} if of_lists else {**walks}
+    if of_lists:
+        name, lots = "sparse-queries-lost", range(1, max(question.lengths_q))
+    for (of, places), (words, share) in product(every.items(), SHARES.items()):
+        for lot in LOTS if of_lists and "at most" not in words else lots:
+            kept = partial(_shared_out, places, share, lot)
+            yield SHARED.get(words, name), f"of the {of} {words.format(lot)}", kept
+    for tile, last, whose in product(LOTS[:-1], (0, 1), ("head of its group", "query")):
+        text = f"the {('first', 'last')[last]} {whose} sees, by tiles of {tile} queries"
+        yield name, f"only blocks that {text}", partial(_as_another, whose != "query", last, tile)
 
 
 def _as_another(head: bool, last: int, tile: int, question: Question, view: View) -> Ints:
