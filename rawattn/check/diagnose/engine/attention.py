@@ -123,7 +123,8 @@ def views_of(question: Question, sliding: bool = False) -> tuple[View, ...]:
     """The right views; ``sliding``: those of the second branch of block-sparse attention."""
     if question.sparse and not sliding:
         return tuple(sparse_views(question))
-    window = question.sliding if sliding and question.sliding else question.mask_window
+    branch = replace(question, window=question.sliding) if question.sliding else question
+    window = (branch if sliding else question).mask_window
     found = []
     for b, rows, keys in sequences(question):
         weight = allowed(len(rows), len(keys), window)[None].astype(np.float64)

@@ -272,7 +272,8 @@ def question_of(case: Case, seed: int = 0, *, clean: bool = False) -> Question:
         return Question(**given, window=case.window, seqused_k=t.seqused_k)
     given |= {name: getattr(t, name) for name in OF_BLOCKS}
     given |= {"block_size": case.block_size, "own": case.own}
-    given |= {"sliding": case.mask_window if case.sliding else None}
+    window = case.mask_window if case.window == (-1, -1) else case.window  # which causal closes
+    given |= {"sliding": window if case.sliding else None}
     return Question(**given | (_without_traps(case, t, seed) if clean else {}))
 
 
