@@ -166,8 +166,6 @@ sparse-tile-union: queries see blocks that only other queries of their tile name
     the membership test of a query where its tile walks the union of the lists
 sparse-lists-misread: lists of blocks are read at other places, or as other numbers, than they have
     the index into block_indices, block_counts and block_scale, and what is made of a block's id
-sparse-block-grid: blocks of keys are counted from another key than the sequence's first one
-    the first key of block n: that of the sequence, and n block_size; and how many blocks there are
 sparse-other-place: a query stands at another key than it should
     i + seqlen_k - seqlen_q of the query itself, where its own block and the mask are made
 sparse-inverted-lists: dk and dv are not those of the pairs of dq: lists from blocks back to queries

@@ -249,10 +249,6 @@ def _shares(taken: Taken, parts: Parts) -> Floats:
     return _exp(lses - unit * _finite(_whole(taken, parts)))
 
 
-def _dead_where(part: int, of: Weights, nothing: float, parts: Parts) -> Floats:
-    return np.where(np.isneginf(parts.lses[part]), nothing, of(parts))
-
-
 RIGHT = "right"
 TAKEN: dict[str, Taken] = {  # for the lse of parts, in units of so many natural ones
     RIGHT: lambda p: (p.lses, 1.0),
@@ -261,6 +257,8 @@ TAKEN: dict[str, Taken] = {  # for the lse of parts, in units of so many natural
     "row sums, without their maxima": lambda p: (p.lses - _finite(p.tops), 1.0),
     "maxima, without row sums": lambda p: (p.tops, 1.0),
     "an lse of 0 for a part without keys": lambda p: (_finite(p.lses), 1.0),
+    "none if the first has no keys": lambda p: (np.where(p.row_sums[0] > 0, p.lses, -np.inf), 1.0),
+    "none if the last has no keys": lambda p: (np.where(p.row_sums[-1] > 0, p.lses, -np.inf), 1.0),
 }
 # what the results of parts are multiplied by
 WEIGHTS: dict[str, Weights] = {text: partial(_shares, taken) for text, taken in TAKEN.items()} | {
@@ -283,9 +281,6 @@ LSES: dict[str, Callable[[Parts], Floats]] = {
     "exp where lse is in base 2, and log2 of the sum": partial(_mixed, 1 / LN_2),
     "exp2 where lse is in natural units, and ln of the sum": partial(_mixed, LN_2),
 }
-for words, part in {"the first part": 0, "the last part": -1}.items():
-    text, of = f"none where {words} has no keys", partial(_dead_where, part)
-    WEIGHTS[text], LSES[text] = partial(of, WEIGHTS[RIGHT], 0.0), partial(of, LSES[RIGHT], -np.inf)
 
 
 def _moved(with_e: str, weights: str, parts: Parts, e: Floats) -> Floats:

@@ -15,10 +15,10 @@ Ints = np.ndarray
 class Lists:
     """All lists of a question, (total_q, num_heads_sel, slots); (total_q, 1, 1) of a token alone.
     named: blocks. counted: slots that count. place: of the query among the keys, and bound, the
-    last one that it sees of entries that are cut. size: of a block. length: of the keys, of
-    which the first block's first ``shift`` lie before the sequence. own: whether the own block is
-    walked where no slot names it. cut: of entries, at the query. times: how often entries count, if
-    not by these. heads: whose factors every query head has, where lists are by query heads."""
+    last one that it sees of entries that are cut. size: of a block. length: of the keys, ``shift``
+    of which lie before the sequence. own: whether the own block is walked where no slot names it.
+    cut: of entries, at the query. times: how often entries count, if not by these. heads: whose
+    factors every query head has, where lists are by query heads."""
 
     question: Question
     named: Ints

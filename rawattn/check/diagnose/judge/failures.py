@@ -6,7 +6,7 @@ import math
 from collections import Counter
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import replace
-from functools import cache, partial
+from functools import lru_cache, partial
 from itertools import islice
 from operator import itemgetter
 from typing import Any, cast
@@ -112,15 +112,14 @@ def _others(candidate: Candidate, f: Finding, case: Case) -> Iterator[Finding]:
     """The same finding with other forms of the bug that the small problem of ``case`` leaves, and
     then with other bugs that give the numbers there."""
     asked = question_of(candidate.fit(small(case)), clean=True)
-    answers = cache(partial(answers_of, candidate, asked))
     found = {(f.bug, form): {**bugs} for form, bugs in f.forms.items()}
-    weights = [*selection.of_weights(asked)] if asked.sparse else []
     for stage in f.planted:
-        for bug in (*catalogue(asked, stage), *(bug for bug in weights if stage in bug.stages)):
+        more = selection.of_weights(asked) if asked.sparse else ()
+        for bug in (bug for bug in (*catalogue(asked, stage), *more) if stage in bug.stages):
             found.setdefault((bug.name, bug.variant), {}).setdefault(stage, bug)
     for (name, form), bugs in sorted(found.items(), key=lambda one: one[0][0] != f.bug):
         whole = bugs.keys() == f.planted.keys() and (name, form) != (f.bug, f.form)
-        if whole and _gives(answers, asked, bugs, f.tensors):
+        if whole and _gives(candidate, asked, bugs, f.tensors):
             one, of = replace(f, forms={form: bugs}).worded(form), CLASSES[name]
             other = replace(one, bug=name, form=form, planted=bugs, look_at=of.look_at, sight=None)
             yield one if name == f.bug else replace(other, title=f"{of.title}: {form}")
@@ -144,7 +143,7 @@ def _explains(candidate: Candidate, diagnosis: Diagnosis, case: Case) -> bool:
         return False
     (one,), asked = diagnosis.findings, question_of(candidate.fit(small(case)), clean=True)
     right = dict.fromkeys(asked.stages, NO_BUG)
-    gives = partial(_gives, cache(partial(answers_of, candidate, asked)), asked)
+    gives = partial(_gives, candidate, asked)
     return gives(right | {**one.planted}) is True and gives(right) is False
 
 
@@ -154,18 +153,15 @@ def _holds(candidate: Candidate, f: Finding, case: Case, lengths: Sequence[int])
     like = replace(small(case), direction=case.direction)
     other = with_lengths(like, (tuple(lengths), tuple(lengths[:: -1 if apart else 1])))
     asked = question_of(candidate.fit(other), clean=True)
-    return _gives(partial(answers_of, candidate, asked), asked, f.planted, f.tensors) is not False
+    return _gives(candidate, asked, f.planted, f.tensors) is not False
 
 
 def _gives(
-    ask: Callable[[], Answers],
-    asked: Question,
-    bugs: Mapping[str, Bug],
-    names: Collection[str] = TENSORS,
+    candidate: Candidate, asked: Question, bugs: Mapping[str, Bug], names: Collection[str] = TENSORS
 ) -> bool | None:
-    """Whether answers are what bugs by stage give; None where one of both cannot be asked."""
+    """Whether ``candidate`` gives what bugs by stage do; None where one of both cannot be asked."""
     try:
-        answers = ask()
+        answers = _once(candidate, asked)
         due = [solve(asked, stage, bug, given=asked.passed) for stage, bug in bugs.items()]
     except Exception:  # of what it throws was told before; a plant may be of its problem alone
         return None
@@ -297,6 +293,9 @@ def answers_of(candidate: Candidate, question: Question) -> Answers:
     return {n: x for n, x in candidate.run(_expected(question)).items() if n in TENSORS}
 
 
+_once = lru_cache(maxsize=2)(answers_of)  # of many bugs
+
+
 def reference_answers(question: Question) -> Answers:
     """What the float64 reference says to ``question``, rounded as right results are."""
     right = reference_of(question, TENSORS, question.passed)
@@ -337,8 +336,7 @@ def _read(candidate: Candidate, question: Question) -> Readings:
         return None if alone is None else partial(answers_of, alone)
 
     def enough(bug: Bug) -> bool:
-        answers = partial(answers_of, candidate, question)
-        return _gives(answers, question, dict.fromkeys(question.stages, bug)) is True
+        return _gives(candidate, question, dict.fromkeys(question.stages, bug)) is True
 
     return read(question, ask, enough=enough)
 

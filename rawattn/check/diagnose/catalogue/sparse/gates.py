@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
-from functools import lru_cache, partial
+from functools import partial
 
 import numpy as np
 
@@ -11,9 +11,8 @@ from rawattn.check.diagnose.catalogue.reading import whole
 from rawattn.check.diagnose.catalogue.second_order import JVP, SECOND, with_values
 from rawattn.check.diagnose.catalogue.sparse import lists, walks
 from rawattn.check.diagnose.catalogue.sparse.lists import listed
-from rawattn.check.diagnose.engine import attention
-from rawattn.check.diagnose.engine.attention import BACKWARD, Bug, See, View, each, per_key
-from rawattn.check.diagnose.engine.lists import Ints, Lists
+from rawattn.check.diagnose.engine.attention import BACKWARD, FIRST, Bug, See, View, each, per_key
+from rawattn.check.diagnose.engine.lists import Ints, Lists, lists_of
 from rawattn.check.diagnose.engine.question import STAGES, Question
 from rawattn.check.diagnose.engine.steps import STEPS, Context, Floats, Step, times
 
@@ -34,14 +33,10 @@ def bugs(question: Question, different: Callable[[See], bool]) -> Iterator[Bug]:
     yield from (Bug(name, words, stages, steps=steps) for name, words, stages, steps in rows)
     for words, see in OTHERS.items():
         if different(see):
+            two = ({x: with_values(x, G=partial(_gate, y)) for x in GATED} for y in (see, GIVEN))
             yield Bug(ORDER, words, see=see)
-            yield Bug(ORDER, f"{words}, where it is read", BEYOND, steps=_read_by(see))
-            right = _read_by(each(lambda question, view: view))
-            yield Bug(ORDER, f"{words}, in the gradient", BEYOND, see, right)
-    for words, of in SLOTS.items():
-        if different(see := each(_in_slots, of)):
-            yield Bug(ORDER, words, steps=_read_by(see))
-            yield Bug(ORDER, f"{words}, and in the gradient", see=see)
+            yield Bug(ORDER, f"{words}, where it is read", steps=next(two))
+            yield Bug(ORDER, f"{words}, in the gradient", BEYOND, see, next(two))
 
 
 def misread(question: Question) -> Iterator[Bug]:
@@ -67,7 +62,7 @@ ON_OUT: dict[str, Step] = S | {
     "dG": lambda c: c.P * times(c.dO, c.V.T),
 }
 GRADIENTS: tuple[Row, ...] = (
-    (ON_P, "P V alone", attention.FIRST, ON_OUT),
+    (ON_P, "P V alone", FIRST, ON_OUT),
     (ON_P, "twice in dY", BACKWARD, {"dY": lambda c: c.G * STEPS["dY"](c)}),
     (ON_P, "twice in its own gradient", BACKWARD, {"dG": lambda c: c.G * c.dS * c.Y}),
     (MISSING, "", BACKWARD, NO_GRADIENT),  # each alone, too
@@ -98,34 +93,15 @@ def _of_head(head: int, heads: int, name: str, c: Context) -> Floats:
     return np.asarray((c.view.heads % heads == head)[:, None, None] * STEPS[name](c))
 
 
-# of slots (heads, n, m), -1 of an own block that none names, keys of own blocks, and which slots
-# are walked (heads, n, slots)
-Slots = Callable[[Ints, Ints, Ints], Ints]
-SLOTS: dict[str, Slots] = {
-    "that of the last slot for the own block": lambda slot, own, w: slot % w.shape[2],
-    "that of the last slot, where it is walked, for the own block": lambda slot, own, w: np.where(
-        (slot < 0) & w[..., -1:], w.shape[2] - 1, slot
-    ),
-    "that of the last slot that is walked for the own block": lambda slot, own, w: np.where(
-        slot < 0, (w * np.arange(1, 1 + w.shape[2])).max(axis=2)[..., None] - 1, slot
-    ),
-    "that of the first slot for the own block": lambda slot, own, w: np.maximum(slot, 0),
-    "1 for the first slot": lambda slot, own, w: np.where(slot == 0, -1, slot),
-    "1 for the own block where a slot names it": lambda slot, own, w: np.where(own, -1, slot),
-}
-
-
-def _in_slots(of: Slots, question: Question, view: View) -> View:
-    """The same view, with factors of other slots."""
-    if view.lists is None or not question.slots:
+def _in_slots(of: Callable[..., Ints], question: Question, view: View) -> View:
+    """A view with factors of other slots than (heads, n, m), -1 of an own block that none names, by
+    which keys are of own blocks, the slot walked last (heads, n, 1), and how many there are."""
+    if view.slot is None or view.lists is None or not question.slots:
         return view
     block = (view.keys - question.cu_seqlens_k[view.sequence]) // question.block_size
-    own = view.lists.own_block[view.rows, 0] == block
-    slot = np.asarray(view.slot)
-    walked = np.zeros((*slot.shape[:2], question.slots + 1), dtype=bool)
-    np.put_along_axis(walked, slot, True, axis=2)
-    slot = np.where(view.weight > 0, of(slot, own, walked[..., :-1]), -1)
-    return replace(view, slot=slot)
+    own, last = view.lists.own_block[view.rows, 0] == block, view.slot.max(axis=2, initial=-1)
+    slot = of(view.slot, own, last[..., None], question.slots)
+    return replace(view, slot=np.where(view.weight > 0, slot, -1))
 
 
 def _by_place(order: str, question: Question, view: View) -> View:
@@ -137,19 +113,9 @@ def _by_place(order: str, question: Question, view: View) -> View:
     return replace(view, slot=np.where(view.slot < 0, -1, np.minimum(place, question.slots - 1)))
 
 
-@lru_cache(maxsize=8)
-def _views(see: See, question: Question) -> dict[tuple[int, int], View]:
-    return {(one.sequence, one.head_kv): one for one in see(question, attention.views_of(question))}
-
-
-def _read_by(see: See) -> dict[str, Step]:
-    """Steps whose factors, of the same keys, are those of other views."""
-
-    def gate(c: Context) -> Floats | float:
-        view = _views(see, c.question)[c.view.sequence, c.view.head_kv]
-        return per_key(view, c.question.block_scale, 1.0)
-
-    return {name: with_values(name, G=gate) for name in GATED}
+def _gate(see: See, c: Context) -> Floats | float:
+    """The factors of the same keys in other views."""
+    return per_key(see(c.question, (c.view,))[0], c.question.block_scale, 1.0)
 
 
 def _sorted(order: Callable[[Lists], Ints], x: Lists) -> Lists:
@@ -165,6 +131,7 @@ def _of_the_last(x: Lists) -> Lists:
     return replace(x, times=np.concatenate([last, x.walked[..., -1:]], axis=2))
 
 
+GIVEN, _slots = listed(lambda x: lists_of(x.question)), partial(each, _in_slots)
 KEPT = "that of its place among the slots that are walked, without padding and repeats"
 OTHERS: dict[str, See] = {
     "blocks ascending": listed(partial(_sorted, lambda x: x.named)),
@@ -172,4 +139,12 @@ OTHERS: dict[str, See] = {
     "of a block that is named twice that of the last slot": listed(_of_the_last),
     "that of its place in the sorted list of blocks": each(_by_place, "blocks ascending"),
     KEPT: each(_by_place, "in the order of the slots"),
+    "that of the last slot for the own block": _slots(lambda s, own, last, n: s % n),
+    "that of the last slot, where it is walked, for the own block": _slots(
+        lambda s, own, last, n: np.where((s < 0) & (last == n - 1), last, s)
+    ),
+    "the walk's last for the own block": _slots(lambda s, own, last, n: np.where(s < 0, last, s)),
+    "that of the first slot for the own block": _slots(lambda s, own, last, n: np.maximum(s, 0)),
+    "1 for the first slot": _slots(lambda s, own, last, n: np.where(s == 0, -1, s)),
+    "1 for the own block where it is named": _slots(lambda s, own, last, n: np.where(own, -1, s)),
 }

@@ -94,7 +94,6 @@ def _union(size: int, x: Lists) -> Lists:
 MISSING, TWICE, CUT = "sparse-own-block-missing", "sparse-duplicate-twice", "sparse-list-cut"
 READ, OPEN, COUNTS = "sparse-padding-read", "sparse-not-causal", "sparse-counts-ignored"
 MISREAD, PLACE, UNION = "sparse-lists-misread", "sparse-other-place", "sparse-tile-union"
-GRID = "sparse-block-grid"
 TABLE: tuple[Row, ...] = (
     (OPEN, "everywhere", _uncut(lambda slot, own: slot)),
     (OPEN, "in the own block", _uncut(lambda slot, own: own)),
@@ -149,29 +148,23 @@ def of_heads(of: Ints, factors: Ints, x: Lists) -> Lists:
     return replace(x, **moved, heads=factors)
 
 
-PLACES: dict[str, Callable[[Lists, int], Ints]] = {  # of a query among the keys, by tiles of t
-    "at i, without seqlen_k - seqlen_q": lambda x, t: x.row,
-    "one key further": lambda x, t: x.place + 1,
-    "at its number in q": lambda x, t: np.arange(len(x.named))[:, None, None],
-    "that of the first query of its tile of {}": lambda x, t: x.place - x.row % t,
-    "that of the last query of its tile of {}": lambda x, t: (
-        x.place
-        + np.minimum(t - 1 - x.row % t, by_token(x.question, x.question.lengths_q) - 1 - x.row)
+PLACES: dict[str, Callable[[int, Lists], Ints]] = {  # of a query among the keys, in tiles of t
+    "at i, without seqlen_k - seqlen_q": lambda t, x: x.row,
+    "one key further": lambda t, x: x.place + 1,
+    "at its number in q": lambda t, x: np.arange(len(x.named))[:, None, None],
+    "that of the first query of its tile of {}": lambda t, x: x.place - x.row % t,
+    "that of the last query of its tile of {}": lambda t, x: np.minimum(
+        x.place - x.row % t + t - 1, x.length - 1
     ),
 }
 SHIFTS: dict[str, Callable[[Question], Any]] = {  # keys of a block that lie before the sequence
-    "from the first of all packed keys": lambda q: q.offsets("k")[:-1],
-    "from the first of all packed queries": lambda q: q.offsets("q")[:-1],
-    "from the sequence's end": lambda q: np.negative(q.lengths_k),
+    "counted from the first packed key": lambda q: q.offsets("k")[:-1],
+    "counted from the first packed query": lambda q: q.offsets("q")[:-1],
+    "counted from the sequence's end": lambda q: np.negative(q.lengths_k),
 }
-NOT_BEHIND = _only(lambda x: x.counted & ~(x.question.causal & (x.named > x.own_block)))
 SHIFTED: dict[str, Change] = {
-    "": where(
-        length=lambda x: x.length + x.shift,
-        place=lambda x: np.where(x.place < 0, -1, (x.place + x.shift) // x.size * x.size),
-    ),
-    ", but not the own one": lambda x: x,
-    ", but not the own one, and where causal none is seen behind that": NOT_BEHIND,
+    "": where(length=lambda x: x.length + x.shift, place=lambda x: x.place + x.shift),
+    ", not own ones": _only(lambda x: x.counted & ~(x.question.causal & (x.named > x.own_block))),
 }
 OF_PLACES = {"the own block and the mask": ("place", "bound"), "the own block": ("place",)}
 OF_PLACES |= {"the mask": ("bound",)}
@@ -184,12 +177,11 @@ def misread(question: Question) -> Iterator[Bug]:
     for by, some in product(maps_of(question), alone):
         text, see = f"{' and '.join(some)}, {by.words}", listed(partial(moved, by, some))
         yield Bug(MISREAD, text, see=see)
-    for (words, number), t in product(PLACES.items(), TILES[2:]):
-        for what, fields in OF_PLACES.items() if "{}" in words or t == TILES[2] else ():
-            places = dict.fromkeys(fields, lambda x, number=number, t=t: number(x, t))
-            yield Bug(PLACE, f"{what}: {words.format(t)}", see=listed(where(**places)))
+    every = {x.format(t): partial(of, t) for (x, of), t in product(PLACES.items(), TILES[2:])}
+    for (words, number), (what, fields) in product(every.items(), OF_PLACES.items()):
+        yield Bug(PLACE, f"{what}: {words}", see=listed(where(**dict.fromkeys(fields, number))))
     for (words, of), (more, change) in product(SHIFTS.items(), SHIFTED.items()):
-        yield Bug(GRID, f"{words}{more}", see=listed(partial(_shifted, of, change)))
+        yield Bug(MISREAD, f"blocks {words}{more}", see=listed(partial(_shifted, of, change)))
 
 
 def _shifted(of: Callable[[Question], Any], change: Change, x: Lists) -> Lists:

@@ -1,7 +1,7 @@
 """The tiles of block-sparse attention: blocks in the order in which a query walks them, and the
 queries of a block in the order of its list; what is lost of either, and what overwrites what."""
 
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import replace
 from functools import partial
 from itertools import product
@@ -38,15 +38,20 @@ Kept = Callable[[Question, View], Ints]  # how often every pair counts
 Row = tuple[str, str, Kept]  # a class and words
 
 
+def sees_block(question: Question, view: View) -> Ints:
+    """Whether every query sees a key of the key's block, (heads, n, m)."""
+    block = (view.keys - question.cu_seqlens_k[view.sequence]) // question.block_size
+    of_block = np.zeros((int(block.max(initial=0)) + 1, *view.weight.shape[1::-1]), dtype=bool)
+    np.logical_or.at(of_block, block, view.weight.T > 0)
+    return np.asarray(of_block[block].T)
+
+
 def in_lists(question: Question, view: View) -> tuple[Ints, Ints]:
     """The place of every query in the list of the key's block, (heads, n, m), -1 where it does not
     see the key, and the length of that list, (heads, 1, m)."""
-    seen = view.weight > 0
-    block = (view.keys - question.cu_seqlens_k[view.sequence]) // question.block_size
-    of_block = np.zeros((int(block.max(initial=0)) + 1, *seen.shape[1::-1]), dtype=bool)
-    np.logical_or.at(of_block, block, seen.T)
-    place = np.cumsum(of_block, axis=1)[block].T - 1
-    return np.where(seen, place, -1), of_block.sum(axis=1)[block].T[:, None]
+    there = sees_block(question, view)
+    place = np.where(view.weight > 0, there.cumsum(axis=1) - 1, -1)
+    return place, there.sum(axis=1, keepdims=True)
 
 
 def tiles() -> dict[str, Steps]:
@@ -123,30 +128,33 @@ def _own_and_rest(c: Context) -> list[Ints]:
     return [(c.W > 0) & own, (c.W > 0) & ~own]
 
 
+WALKS: dict[str, Places] = {
+    f"blocks that a query walks, {of},": partial(in_walk, order) for of, order in ORDERS.items()
+}
+LISTS: dict[str, Places] = {"queries in a block's list": in_lists}
+KINDS = {"dq": ("sparse-list-cut", WALKS), "dk dv": ("sparse-queries-lost", LISTS)}
+
+
 def bugs(question: Question, wrong: Collection[str]) -> Iterator[Bug]:
     """Walks, or lists of queries, of which parts count otherwise, in what is ``wrong``."""
-    for of_lists, of in enumerate((("dq",), ("dk", "dv"))):
-        names = [name for name in of if name in wrong]
-        for name, text, kept in _shares(question, bool(of_lists)) if names else ():
+    for of, kind in KINDS.items():
+        names = [name for name in of.split() if name in wrong]
+        for name, text, kept in _shares(question, *kind) if names else ():
             steps = {x: partial(_weighed, x, kept) for x in [RESULTS["backward"][n] for n in names]}
             yield Bug(name, f"{' and '.join(names)}, {text}", BACKWARD, steps=steps)
 
 
 def cut(question: Question) -> Iterator[Bug]:
     """The same of walks that everything is made of, but for the last block alone."""
-    rows = (row for row in _shares(question, False) if row[0] != SHARED[OVERWRITES])
+    rows = (row for row in _shares(question, *KINDS["dq"]) if row[0] != SHARED[OVERWRITES])
     yield from (Bug(name, text, see=each(_kept, kept)) for name, text, kept in rows)
 
 
-def _shares(question: Question, of_lists: bool) -> Iterator[Row]:
+def _shares(question: Question, name: str, every: Mapping[str, Places]) -> Iterator[Row]:
     """Shares of walks or of lists; blocks that one head, or one query, of a tile sees."""
-    name, lots = "sparse-list-cut", range(1, question.slots + 1)
-    walks = {f"blocks that a query walks, {x},": partial(in_walk, of) for x, of in ORDERS.items()}
-    every: dict[str, Places] = {"queries in a block's list": in_lists} if of_lists else {**walks}
-    if of_lists:
-        name, lots = "sparse-queries-lost", range(1, max(question.lengths_q))
+    most = question.slots + 1 if every is WALKS else max(question.lengths_q)
     for (of, places), (words, share) in product(every.items(), SHARES.items()):
-        for lot in LOTS if of_lists and "at most" not in words else lots:
+        for lot in range(1, most) if "at most" in words else (lot for lot in LOTS if lot < most):
             kept = partial(_shared_out, places, share, lot)
             yield SHARED.get(words, name), f"of the {of} {words.format(lot)}", kept
     for tile, last, whose in product(LOTS[:-1], (0, 1), ("head of its group", "query")):
@@ -155,14 +163,10 @@ def _shares(question: Question, of_lists: bool) -> Iterator[Row]:
 
 
 def _as_another(head: bool, last: int, tile: int, question: Question, view: View) -> Ints:
-    block = (view.keys - question.cu_seqlens_k[view.sequence]) // question.block_size
-    starts = np.arange(0, view.weight.shape[1], tile)
-    seen = np.logical_or.reduceat(view.weight > 0, np.unique(block, return_index=True)[1], axis=2)
-    if head:
-        seen = np.logical_or.reduceat(seen[[-last]], starts, axis=1)
-    else:
-        seen = seen[:, np.minimum(starts + last * (tile - 1), seen.shape[1] - 1)]
-    return seen[:, np.arange(view.weight.shape[1]) // tile][..., block]
+    there, row = sees_block(question, view), np.arange(view.weight.shape[1])
+    if not head:
+        return there[:, np.minimum(row - row % tile + last * (tile - 1), row[-1])]
+    return np.logical_or.reduceat(there[[-last]], row[::tile], axis=1)[:, row // tile]
 
 
 def _shared_out(places: Places, share: Share, lot: int, question: Question, view: View) -> Ints:
