@@ -154,6 +154,8 @@ sparse-other-heads-selection: a head uses another head's selection
     the index into the middle axis of block_indices
 sparse-queries-lost: some queries that a block lists add nothing to its dk or dv
     the bounds of the loop over the queries of a block, and how many its list may hold
+sparse-spare-lanes: spare places of a list's last part repeat its last entry, and count
+    the mask of lanes behind the end of a list of queries or blocks
 sparse-list-cut: a part of the list of named blocks is not walked
     the loop over slots, from the first to the last: padding (-1) must be skipped, not end it
 sparse-gate-order: factors of blocks stand at other blocks than they belong to

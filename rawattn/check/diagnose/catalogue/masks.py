@@ -59,6 +59,8 @@ def windows(question: Question) -> Iterator[tuple[str, str, Window]]:
         yield "causal-dropped", "", Window(left, math.inf)
         yield "causal-off-by-one", "j <= i + 1", Window(left, 1)
         yield "causal-off-by-one", "j < i", Window(left, -1)
+        if question.window[1] > 0:
+            yield "causal-dropped", "the window's side holds", Window(left, question.window[1])
     if min(left, right) < math.inf and question.lengths_q != question.lengths_k:
         form = "top-left" if question.causal else "window"
         yield "causal-alignment", form, Window(left, right, top_left=True)

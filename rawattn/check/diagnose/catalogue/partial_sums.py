@@ -257,6 +257,8 @@ TAKEN: dict[str, Taken] = {  # for the lse of parts, in units of so many natural
     "row sums, without their maxima": lambda p: (p.lses - _finite(p.tops), 1.0),
     "maxima, without row sums": lambda p: (p.tops, 1.0),
     "an lse of 0 for a part without keys": lambda p: (_finite(p.lses), 1.0),
+    "none if the first has no keys": lambda p: (np.where(p.row_sums[0] > 0, p.lses, -np.inf), 1.0),
+    "none if the last has no keys": lambda p: (np.where(p.row_sums[-1] > 0, p.lses, -np.inf), 1.0),
 }
 UNGUARDED = "an lse of 0 for a part without keys, of rows without any too"
 # what the results of parts are multiplied by

@@ -123,10 +123,10 @@ def views_of(question: Question, sliding: bool = False) -> tuple[View, ...]:
     """The right views; ``sliding``: those of the second branch of block-sparse attention."""
     if question.sparse and not sliding:
         return tuple(sparse_views(question))
-    window = question.sliding if sliding and question.sliding else question.mask_window
+    of = replace(question, window=question.sliding or (-1, -1)) if sliding else question
     found = []
     for b, rows, keys in sequences(question):
-        weight = allowed(len(rows), len(keys), window)[None].astype(np.float64)
+        weight = allowed(len(rows), len(keys), of.mask_window)[None].astype(np.float64)
         for head_kv in range(question.num_heads_kv):
             found.append(View(b, rows, keys, heads_of(question, head_kv), head_kv, weight))
     return tuple(found)

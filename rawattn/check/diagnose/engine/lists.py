@@ -15,9 +15,10 @@ Ints = np.ndarray
 class Lists:
     """All lists of a question, (total_q, num_heads_sel, slots); (total_q, 1, 1) of a token alone.
     named: blocks. counted: slots that count. place: of the query among the keys, and bound, the
-    last one that it sees of entries that are cut. size: of a block. own: whether the own block is
-    walked where no slot names it. cut: of entries, at the query. times: how often entries count, if
-    not by these. heads: whose factors every query head has, where lists are by query heads."""
+    last one that it sees of entries that are cut. size: of a block. length: of the keys, ``shift``
+    of which lie before the sequence. own: whether the own block is walked where no slot names it.
+    cut: of entries, at the query. times: how often entries count, if not by these. heads: whose
+    factors every query head has, where lists are by query heads."""
 
     question: Question
     named: Ints
@@ -25,6 +26,8 @@ class Lists:
     place: Ints
     bound: Ints
     size: int
+    length: Ints
+    shift: Ints
     own: Ints
     cut: Ints
     times: Ints | None = None
@@ -45,11 +48,11 @@ class Lists:
     @property
     def whole(self) -> Ints:
         """How many blocks of the sequence are full."""
-        return by_token(self.question, self.question.lengths_k) // self.size
+        return self.length // self.size
 
     @cached_property
     def blocks(self) -> Ints:
-        return -(-by_token(self.question, self.question.lengths_k) // self.size)
+        return -(-self.length // self.size)
 
     @property
     def limit(self) -> Ints:
@@ -101,12 +104,13 @@ class Lists:
         rows = int(self.question.cu_seqlens_q[b]) + np.arange(n)
         block, times, cut, number = (x[rows][:, heads].swapaxes(0, 1) for x in self._entries)
         not_after = np.arange(m) <= self.bound[rows, 0]
+        of_key = (np.arange(m) + int(self.shift[rows[0], 0, 0])) // self.size
         walked: list[tuple[Ints, Ints, Ints]] = []
         for again in range(1 + int(number[times > 0].max(initial=0))):
             h, i, entry = np.nonzero((times > 0) & (number == again))
-            of_block = np.full((len(heads), n, -(-m // self.size)), -1)
+            of_block = np.full((len(heads), n, 1 + of_key.max(initial=0)), -1)
             of_block[h, i, block[h, i, entry]] = entry
-            found = of_block[..., np.arange(m) // self.size]
+            found = of_block[..., of_key]
             often, late = (np.take_along_axis(x, np.maximum(found, 0), 2) for x in (times, cut))
             often = np.where((found >= 0) & (not_after | ~late), often, 0)
             there = np.flatnonzero((often > 0).any(axis=(0, 1)) | (not walked))
@@ -135,6 +139,7 @@ def lists_of(question: Question) -> Lists:
     own = np.full((*named.shape[:2], 1), question.own)
     cut = np.concatenate([np.full(named.shape, question.causal), own | True], axis=2)
     place = by_token(question, np.subtract(question.lengths_k, question.lengths_q))
-    found = Lists(question, named, cut[..., 1:], place, place, question.block_size, own, cut)
+    size, length = question.block_size, by_token(question, question.lengths_k)
+    found = Lists(question, named, cut[..., 1:], place, place, size, length, 0 * length, own, cut)
     place = found.row + place
     return replace(found, counted=found.slots < found.limit, place=place, bound=place)

@@ -9,7 +9,7 @@ import ml_dtypes
 import numpy as np
 
 from rawattn.check.diagnose.engine.attention import FIRST, Bug, Given, Rounding, exact, solve
-from rawattn.check.diagnose.engine.question import Answers, Question, by_rows
+from rawattn.check.diagnose.engine.question import OF_SLOTS, Answers, Question, by_rows
 from rawattn.check.diagnose.engine.steps import Floats, Step, times
 
 FINE = 0.02  # of a tensor's size, more than float32 makes of any that is not next to 0
@@ -84,7 +84,10 @@ def defined(question: Question, name: str, right: Floats) -> np.ndarray:
     inside = sequence >= 0
     if name == "delta":  # what D is without keys, no bug knows
         inside &= np.array([*question.lengths_k, 0])[sequence] > 0
-    return np.asarray(inside[:, None] & ~np.isnan(by_rows(name, right)).any(axis=2))
+    nan = np.isnan(by_rows(name, right)).any(axis=2)
+    if name in OF_SLOTS:  # what comes of NaN where a slot names nothing, nobody says
+        nan |= np.isin(sequence, sequence[nan.any(axis=1)])[:, None]
+    return np.asarray(inside[:, None] & ~nan)
 
 
 def residual(found: Floats, wanted: Floats, rows: np.ndarray | slice) -> Floats:

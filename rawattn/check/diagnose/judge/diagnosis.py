@@ -139,6 +139,8 @@ def _judge(
     for verdict in verdicts:
         findings += rounding.of_right(verdict, side, zeros=zeros)
     findings += [*empty_ones, *races]
+    if call is not None and not findings and question.dtype.itemsize == 2:  # it fails nonetheless
+        findings += [one for of in verdicts for one in rounding.in_16_bits(of, side, of.right)]
     return _merged(findings), facts
 
 

@@ -6,7 +6,8 @@ import math
 from collections import Counter
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import replace
-from functools import partial
+from functools import lru_cache, partial
+from itertools import islice
 from operator import itemgetter
 from typing import Any, cast
 
@@ -15,6 +16,7 @@ import numpy as np
 from rawattn.check.candidate import Candidate, Unsupported
 from rawattn.check.cases import DTYPES, Case, Tensors, lse_dtype, make
 from rawattn.check.diagnose.catalogue.classes import CLASSES
+from rawattn.check.diagnose.catalogue.sparse import selection
 from rawattn.check.diagnose.engine.attention import NO_BUG, Bug, empty, solve
 from rawattn.check.diagnose.engine.effort import spent
 from rawattn.check.diagnose.engine.question import STAGES, TENSORS, WIDE, Answers, Question, by_rows
@@ -40,7 +42,7 @@ SURE, COARSE = ("high", "medium"), "narrow-intermediate"
 FURTHER = ((21, 3, 48, 0, 38), (70, 9, 32))  # lengths of what is asked once more
 UNUSED: dict[str, Any] = {"seqused_k": None, "sinks": False, "softcap": None, "causal": False}
 UNUSED |= {"window": (-1, -1), "own": False, "gate": False, "counts": False}
-FORMS = 12  # of a bug that look the same, of which one may hold on further problems
+FORMS = 12  # and bugs that look the same, of which one may hold on further problems
 LEAST = 3  # kinds of cases that are made smaller
 OFFSETS = ("cu_seqlens_q", "cu_seqlens_k")
 OPTIONAL = ("sinks", "tsinks", "seqused_k")
@@ -98,7 +100,7 @@ def _asked_once_more(candidate: Candidate, f: Finding, case: Case) -> Finding:
     """A finding that ``case`` shows, as sure as problems of other lengths and options leave it."""
     asked = f.side == SIDE and f.confidence == "high"
     if asked and (lacks := [*_lacking(candidate, f, case)]):
-        for one in _others(candidate, f, case):
+        for one in islice(_others(candidate, f, case), FORMS):
             if not any(_lacking(candidate, one, case)):
                 return one
         told = f"it does not give the numbers of other problems: {', '.join(lacks)}"
@@ -107,18 +109,20 @@ def _asked_once_more(candidate: Candidate, f: Finding, case: Case) -> Finding:
 
 
 def _others(candidate: Candidate, f: Finding, case: Case) -> Iterator[Finding]:
-    """The same finding in other forms that ``case`` leaves, and so does its small problem."""
+    """The same finding with other forms of the bug that the small problem of ``case`` leaves, and
+    then with other bugs that give the numbers there."""
     asked = question_of(candidate.fit(small(case)), clean=True)
-    forms: dict[str, dict[str, Bug]] = {}
+    found = {(f.bug, form): {**bugs} for form, bugs in f.forms.items()}
     for stage in f.planted:
-        for bug in (bug for bug in catalogue(asked, stage) if bug.name == f.bug):
-            forms.setdefault(bug.variant, {})[stage] = bug
-    whole = {form: bugs for form, bugs in forms.items() if bugs.keys() == f.planted.keys()}
-    of_class = replace(f, forms={**f.forms, **whole})
-    for form in [form for form in of_class.forms if form != f.form][:FORMS]:
-        one = of_class.worded(form)
-        if _gives(candidate, asked, one.planted, f.tensors) is not False:
-            yield one
+        more = selection.of_weights(asked) if asked.sparse else ()
+        for bug in (bug for bug in (*catalogue(asked, stage), *more) if stage in bug.stages):
+            found.setdefault((bug.name, bug.variant), {}).setdefault(stage, bug)
+    for (name, form), bugs in sorted(found.items(), key=lambda one: one[0][0] != f.bug):
+        whole = bugs.keys() == f.planted.keys() and (name, form) != (f.bug, f.form)
+        if whole and _gives(candidate, asked, bugs, f.tensors):
+            one, of = replace(f, forms={form: bugs}).worded(form), CLASSES[name]
+            other = replace(one, bug=name, form=form, planted=bugs, look_at=of.look_at, sight=None)
+            yield one if name == f.bug else replace(other, title=f"{of.title}: {form}")
 
 
 def _lacking(candidate: Candidate, f: Finding, case: Case) -> Iterator[str]:
@@ -157,7 +161,7 @@ def _gives(
 ) -> bool | None:
     """Whether ``candidate`` gives what bugs by stage do; None where one of both cannot be asked."""
     try:
-        answers = answers_of(candidate, asked)
+        answers = _once(candidate, asked)
         due = [solve(asked, stage, bug, given=asked.passed) for stage, bug in bugs.items()]
     except Exception:  # of what it throws was told before; a plant may be of its problem alone
         return None
@@ -264,7 +268,8 @@ def question_of(case: Case, seed: int = 0, *, clean: bool = False) -> Question:
         return Question(**given, window=case.window, seqused_k=t.seqused_k)
     given |= {name: getattr(t, name) for name in OF_BLOCKS}
     given |= {"block_size": case.block_size, "own": case.own}
-    given |= {"sliding": case.mask_window if case.sliding else None}
+    window = case.mask_window if case.window == (-1, -1) else case.window  # which causal closes
+    given |= {"sliding": window if case.sliding else None}
     return Question(**given | (_without_traps(case, t, seed) if clean else {}))
 
 
@@ -286,6 +291,9 @@ def answers_of(candidate: Candidate, question: Question) -> Answers:
     if question.dout is None:
         candidate = replace(candidate, backward=None, preprocess=None, double_backward=None)
     return {n: x for n, x in candidate.run(_expected(question)).items() if n in TENSORS}
+
+
+_once = lru_cache(maxsize=2)(answers_of)  # of many bugs
 
 
 def reference_answers(question: Question) -> Answers:

@@ -18,7 +18,7 @@ from rawattn.check.diagnose.read.probe import Ask, Weights
 def alone(question: Question) -> Question:
     """The dense problem that the branch is; ``question`` without one is no such problem."""
     without: dict[str, Any] = dict.fromkeys((*LISTS, "sliding"))
-    return replace(question, **without, causal=False, window=question.sliding or (-1, -1))
+    return replace(question, **without, window=question.sliding or (-1, -1))
 
 
 def asked(like: Question, ask: Ask) -> Ask:

@@ -93,7 +93,8 @@ class Said:
         """Whether with a bug of who sees whom keys are seen as they were read."""
         read = self.support
         if bug.see is None and bug.steps.keys() == {"L", "O"} and not read.right:
-            return self.loose or bool(self.unread) or "lse" not in self.right  # parts are merged
+            dead = ((read.seen == read.places.rights).all(-1) | ~read.seen.any(-1)).all()  # some
+            return self.loose or bool(self.unread or dead) or "lse" not in self.right  # are merged
         known = read.named and not (read.right or self.unread or read.places.question.sparse)
         if bug.see is None or not known or read.second is None:
             return True

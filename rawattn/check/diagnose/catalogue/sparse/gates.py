@@ -12,7 +12,7 @@ from rawattn.check.diagnose.catalogue.second_order import JVP, SECOND, with_valu
 from rawattn.check.diagnose.catalogue.sparse import lists, walks
 from rawattn.check.diagnose.catalogue.sparse.lists import listed
 from rawattn.check.diagnose.engine.attention import BACKWARD, FIRST, Bug, See, View, each, per_key
-from rawattn.check.diagnose.engine.lists import Ints, Lists
+from rawattn.check.diagnose.engine.lists import Ints, Lists, lists_of
 from rawattn.check.diagnose.engine.question import STAGES, Question
 from rawattn.check.diagnose.engine.steps import STEPS, Context, Floats, Step, times
 
@@ -31,12 +31,12 @@ def bugs(question: Question, different: Callable[[See], bool]) -> Iterator[Bug]:
     rows += DIRECTIONS if question.tblock_scale is not None else ()
     rows += LEFT_OUT if np.any(np.asarray(question.block_scale) != 1) else ()
     yield from (Bug(name, words, stages, steps=steps) for name, words, stages, steps in rows)
-    yield from (Bug(ORDER, words, see=see) for words, see in OTHERS.items() if different(see))
-    for words, of in SLOTS.items():
-        if different(see := each(_in_slots, of)):
-            gated = {name: with_values(name, G=partial(_gate_of, of)) for name in GATED}
-            yield Bug(ORDER, words, steps=gated)
-            yield Bug(ORDER, f"{words}, and in the gradient", see=see)
+    for words, see in OTHERS.items():
+        if different(see):
+            two = ({x: with_values(x, G=partial(_gate, y)) for x in GATED} for y in (see, GIVEN))
+            yield Bug(ORDER, words, see=see)
+            yield Bug(ORDER, f"{words}, where it is read", steps=next(two))
+            yield Bug(ORDER, f"{words}, in the gradient", BEYOND, see, next(two))
 
 
 def misread(question: Question) -> Iterator[Bug]:
@@ -93,24 +93,15 @@ def _of_head(head: int, heads: int, name: str, c: Context) -> Floats:
     return np.asarray((c.view.heads % heads == head)[:, None, None] * STEPS[name](c))
 
 
-# of slots (heads, n, m), -1 of an own block that none names, keys of own blocks, slots' number
-Slots = Callable[[Ints, Ints, int], Ints]
-SLOTS: dict[str, Slots] = {
-    "that of the last slot for the own block": lambda slot, own, n: slot % n,
-    "that of the first slot for the own block": lambda slot, own, n: np.maximum(slot, 0),
-    "1 for the first slot": lambda slot, own, n: np.where(slot == 0, -1, slot),
-    "1 for the own block where a slot names it": lambda slot, own, n: np.where(own, -1, slot),
-}
-
-
-def _in_slots(of: Slots, question: Question, view: View) -> View:
-    """The same view, with factors of other slots."""
-    if view.lists is None or not question.slots:
+def _in_slots(of: Callable[..., Ints], question: Question, view: View) -> View:
+    """A view with factors of other slots than (heads, n, m), -1 of an own block that none names, by
+    which keys are of own blocks, the slot walked last (heads, n, 1), and how many there are."""
+    if view.slot is None or view.lists is None or not question.slots:
         return view
     block = (view.keys - question.cu_seqlens_k[view.sequence]) // question.block_size
-    own = question.own & (view.lists.own_block[view.rows, 0] == block)
-    slot = np.where(view.weight > 0, of(np.asarray(view.slot), own, question.slots), -1)
-    return replace(view, slot=slot)
+    own, last = view.lists.own_block[view.rows, 0] == block, view.slot.max(axis=2, initial=-1)
+    slot = of(view.slot, own, last[..., None], question.slots)
+    return replace(view, slot=np.where(view.weight > 0, slot, -1))
 
 
 def _by_place(order: str, question: Question, view: View) -> View:
@@ -122,8 +113,9 @@ def _by_place(order: str, question: Question, view: View) -> View:
     return replace(view, slot=np.where(view.slot < 0, -1, np.minimum(place, question.slots - 1)))
 
 
-def _gate_of(slots: Slots, c: Context) -> Floats | float:
-    return per_key(_in_slots(slots, c.question, c.view), c.question.block_scale, 1.0)
+def _gate(see: See, c: Context) -> Floats | float:
+    """The factors of the same keys in other views."""
+    return per_key(see(c.question, (c.view,))[0], c.question.block_scale, 1.0)
 
 
 def _sorted(order: Callable[[Lists], Ints], x: Lists) -> Lists:
@@ -139,6 +131,7 @@ def _of_the_last(x: Lists) -> Lists:
     return replace(x, times=np.concatenate([last, x.walked[..., -1:]], axis=2))
 
 
+GIVEN, _slots = listed(lambda x: lists_of(x.question)), partial(each, _in_slots)
 KEPT = "that of its place among the slots that are walked, without padding and repeats"
 OTHERS: dict[str, See] = {
     "blocks ascending": listed(partial(_sorted, lambda x: x.named)),
@@ -146,4 +139,12 @@ OTHERS: dict[str, See] = {
     "of a block that is named twice that of the last slot": listed(_of_the_last),
     "that of its place in the sorted list of blocks": each(_by_place, "blocks ascending"),
     KEPT: each(_by_place, "in the order of the slots"),
+    "that of the last slot for the own block": _slots(lambda s, own, last, n: s % n),
+    "that of the last slot, where it is walked, for the own block": _slots(
+        lambda s, own, last, n: np.where((s < 0) & (last == n - 1), last, s)
+    ),
+    "the walk's last for the own block": _slots(lambda s, own, last, n: np.where(s < 0, last, s)),
+    "that of the first slot for the own block": _slots(lambda s, own, last, n: np.maximum(s, 0)),
+    "1 for the first slot": _slots(lambda s, own, last, n: np.where(s == 0, -1, s)),
+    "1 for the own block where it is named": _slots(lambda s, own, last, n: np.where(own, -1, s)),
 }

@@ -10,7 +10,7 @@ import numpy as np
 
 from rawattn.check.diagnose.catalogue import maps
 from rawattn.check.diagnose.engine.attention import Bug, See, View, sparse_views
-from rawattn.check.diagnose.engine.lists import Ints, Lists, lists_of
+from rawattn.check.diagnose.engine.lists import Ints, Lists, by_token, lists_of
 from rawattn.check.diagnose.engine.question import Question
 
 TILES = (4, 6, 8, 16, 32)
@@ -148,9 +148,23 @@ def of_heads(of: Ints, factors: Ints, x: Lists) -> Lists:
     return replace(x, **moved, heads=factors)
 
 
-PLACES: dict[str, Of] = {  # of a query among the keys
-    "at i, without seqlen_k - seqlen_q": lambda x: x.row,
-    "one key further": lambda x: x.place + 1,
+PLACES: dict[str, Callable[[int, Lists], Ints]] = {  # of a query among the keys, in tiles of t
+    "at i, without seqlen_k - seqlen_q": lambda t, x: x.row,
+    "one key further": lambda t, x: x.place + 1,
+    "at its number in q": lambda t, x: np.arange(len(x.named))[:, None, None],
+    "that of the first query of its tile of {}": lambda t, x: x.place - x.row % t,
+    "that of the last query of its tile of {}": lambda t, x: np.minimum(
+        x.place - x.row % t + t - 1, x.length - 1
+    ),
+}
+SHIFTS: dict[str, Callable[[Question], Any]] = {  # keys of a block that lie before the sequence
+    "counted from the first packed key": lambda q: q.offsets("k")[:-1],
+    "counted from the first packed query": lambda q: q.offsets("q")[:-1],
+    "counted from the sequence's end": lambda q: np.negative(q.lengths_k),
+}
+SHIFTED: dict[str, Change] = {
+    "": where(length=lambda x: x.length + x.shift, place=lambda x: x.place + x.shift),
+    ", not own ones": _only(lambda x: x.counted & ~(x.question.causal & (x.named > x.own_block))),
 }
 OF_PLACES = {"the own block and the mask": ("place", "bound"), "the own block": ("place",)}
 OF_PLACES |= {"the mask": ("bound",)}
@@ -163,8 +177,15 @@ def misread(question: Question) -> Iterator[Bug]:
     for by, some in product(maps_of(question), alone):
         text, see = f"{' and '.join(some)}, {by.words}", listed(partial(moved, by, some))
         yield Bug(MISREAD, text, see=see)
-    for (words, number), (what, fields) in product(PLACES.items(), OF_PLACES.items()):
+    every = {x.format(t): partial(of, t) for (x, of), t in product(PLACES.items(), TILES[2:])}
+    for (words, number), (what, fields) in product(every.items(), OF_PLACES.items()):
         yield Bug(PLACE, f"{what}: {words}", see=listed(where(**dict.fromkeys(fields, number))))
+    for (words, of), (more, change) in product(SHIFTS.items(), SHIFTED.items()):
+        yield Bug(MISREAD, f"blocks {words}{more}", see=listed(partial(_shifted, of, change)))
+
+
+def _shifted(of: Callable[[Question], Any], change: Change, x: Lists) -> Lists:
+    return change(replace(x, shift=by_token(x.question, of(x.question) % x.size)))
 
 
 def maps_of(question: Question) -> Iterator[maps.Map]:

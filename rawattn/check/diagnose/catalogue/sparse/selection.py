@@ -33,8 +33,7 @@ def _bugs(question: Question) -> Iterator[Bug]:
     if question.block_scale is not None:
         yield from gates.bugs(question, different)
     if question.sliding is not None:
-        alone = replace(question, causal=False, window=question.sliding)
-        for name, form, window in windows(alone):
+        for name, form, window in windows(replace(question, window=question.sliding)):
             yield Bug(name, f"sliding, {form}", FORWARD, window.see)
 
 

@@ -1,7 +1,7 @@
 """The tiles of block-sparse attention: blocks in the order in which a query walks them, and the
 queries of a block in the order of its list; what is lost of either, and what overwrites what."""
 
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import replace
 from functools import partial
 from itertools import product
@@ -23,26 +23,35 @@ ORDERS: dict[str, Order] = {
 }
 Steps = Callable[[Context], list[Ints]]  # which pairs every step, or every part, has
 LOTS = (1, 2, 4, 8, 16, 32, 64, 128)  # queries of one step of a loop
-OVERWRITES = "the last {} alone"
-# which of so many places count, in lots of t
+OVERWRITES, REPEATED = "the last {} alone", "in lots of {}, the last one filled with the last"
+SHARED = {OVERWRITES: "tile-overwrites", REPEATED: "sparse-spare-lanes"}
+# how often each of so many places counts, in lots of t
 Share = Callable[[Ints, Ints, int], Ints]
 SHARES: dict[str, Share] = {
     OVERWRITES: lambda p, n, t: p // t == (n - 1) // t,
     "at most {}, the first": lambda p, n, t: p < t,
     "in whole lots of {} alone": lambda p, n, t: p < n // t * t,
+    REPEATED: lambda p, n, t: 1 + (p == n - 1) * (-n % t),
 }
 Places = Callable[[Question, View], tuple[Ints, Ints]]
+Kept = Callable[[Question, View], Ints]  # how often every pair counts
+Row = tuple[str, str, Kept]  # a class and words
+
+
+def sees_block(question: Question, view: View) -> Ints:
+    """Whether every query sees a key of the key's block, (heads, n, m)."""
+    block = (view.keys - question.cu_seqlens_k[view.sequence]) // question.block_size
+    of_block = np.zeros((int(block.max(initial=0)) + 1, *view.weight.shape[1::-1]), dtype=bool)
+    np.logical_or.at(of_block, block, view.weight.T > 0)
+    return np.asarray(of_block[block].T)
 
 
 def in_lists(question: Question, view: View) -> tuple[Ints, Ints]:
     """The place of every query in the list of the key's block, (heads, n, m), -1 where it does not
     see the key, and the length of that list, (heads, 1, m)."""
-    seen = view.weight > 0
-    block = (view.keys - question.cu_seqlens_k[view.sequence]) // question.block_size
-    of_block = np.zeros((int(block.max(initial=0)) + 1, *seen.shape[1::-1]), dtype=bool)
-    np.logical_or.at(of_block, block, seen.T)
-    place = np.cumsum(of_block, axis=1)[block].T - 1
-    return np.where(seen, place, -1), of_block.sum(axis=1)[block].T[:, None]
+    there = sees_block(question, view)
+    place = np.where(view.weight > 0, there.cumsum(axis=1) - 1, -1)
+    return place, there.sum(axis=1, keepdims=True)
 
 
 def tiles() -> dict[str, Steps]:
@@ -119,38 +128,55 @@ def _own_and_rest(c: Context) -> list[Ints]:
     return [(c.W > 0) & own, (c.W > 0) & ~own]
 
 
+WALKS: dict[str, Places] = {
+    f"blocks that a query walks, {of},": partial(in_walk, order) for of, order in ORDERS.items()
+}
+LISTS: dict[str, Places] = {"queries in a block's list": in_lists}
+KINDS = {"dq": ("sparse-list-cut", WALKS), "dk dv": ("sparse-queries-lost", LISTS)}
+
+
 def bugs(question: Question, wrong: Collection[str]) -> Iterator[Bug]:
-    """A part of a list of queries, or of a walk, that counts alone, in what is ``wrong``."""
-    if "dq" in wrong:
-        for (of, order), (words, share) in product(ORDERS.items(), SHARES.items()):
-            for most in range(1, question.slots + 1):
-                name = "tile-overwrites" if words == OVERWRITES else "sparse-list-cut"
-                text = f"dq, of the blocks that a query walks, {of}, {words.format(most)}"
-                steps = {"dQ": partial(_weighed, "dQ", partial(in_walk, order), share, most)}
-                yield Bug(name, text, BACKWARD, steps=steps)
-    names, longest = [x for x in ("dk", "dv") if x in wrong], max(question.lengths_q)
-    for words, share in SHARES.items() if names else ():
-        name = "tile-overwrites" if words == OVERWRITES else "sparse-queries-lost"
-        for lot in range(1, longest) if "at most" in words else LOTS:
-            if lot < longest:
-                text = f"of the queries in a block's list {words.format(lot)}"
-                of_lists = [RESULTS["backward"][name] for name in names]
-                steps = {x: partial(_weighed, x, in_lists, share, lot) for x in of_lists}
-                yield Bug(name, f"{' and '.join(names)}, {text}", BACKWARD, steps=steps)
+    """Walks, or lists of queries, of which parts count otherwise, in what is ``wrong``."""
+    for of, kind in KINDS.items():
+        names = [name for name in of.split() if name in wrong]
+        for name, text, kept in _shares(question, *kind) if names else ():
+            steps = {x: partial(_weighed, x, kept) for x in [RESULTS["backward"][n] for n in names]}
+            yield Bug(name, f"{' and '.join(names)}, {text}", BACKWARD, steps=steps)
 
 
 def cut(question: Question) -> Iterator[Bug]:
-    """Parts of walks that everything is made of."""
-    lots, shares = range(1, question.slots + 1), [*SHARES.items()][1:]  # not the last alone
-    for (of, order), (words, share), lot in product(ORDERS.items(), shares, lots):
-        text = f"of the blocks that a query walks, {of}, {words.format(lot)}"
-        yield Bug("sparse-list-cut", text, see=each(_kept, order, share, lot))
+    """The same of walks that everything is made of, but for the last block alone."""
+    rows = (row for row in _shares(question, *KINDS["dq"]) if row[0] != SHARED[OVERWRITES])
+    yield from (Bug(name, text, see=each(_kept, kept)) for name, text, kept in rows)
 
 
-def _kept(order: Order, share: Share, lot: int, question: Question, view: View) -> View:
-    """A view with the blocks of a walk that count."""
-    place, count = in_walk(order, question, view)
-    return replace(view, weight=view.weight * share(place, count, lot))
+def _shares(question: Question, name: str, every: Mapping[str, Places]) -> Iterator[Row]:
+    """Shares of walks or of lists; blocks that one head, or one query, of a tile sees."""
+    most = question.slots + 1 if every is WALKS else max(question.lengths_q)
+    for (of, places), (words, share) in product(every.items(), SHARES.items()):
+        for lot in range(1, most) if "at most" in words else (lot for lot in LOTS if lot < most):
+            kept = partial(_shared_out, places, share, lot)
+            yield SHARED.get(words, name), f"of the {of} {words.format(lot)}", kept
+    for tile, last, whose in product(LOTS[:-1], (0, 1), ("head of its group", "query")):
+        text = f"the {('first', 'last')[last]} {whose} sees, by tiles of {tile} queries"
+        yield name, f"only blocks that {text}", partial(_as_another, whose != "query", last, tile)
+
+
+def _as_another(head: bool, last: int, tile: int, question: Question, view: View) -> Ints:
+    there, row = sees_block(question, view), np.arange(view.weight.shape[1])
+    if not head:
+        return there[:, np.minimum(row - row % tile + last * (tile - 1), row[-1])]
+    return np.logical_or.reduceat(there[[-last]], row[::tile], axis=1)[:, row // tile]
+
+
+def _shared_out(places: Places, share: Share, lot: int, question: Question, view: View) -> Ints:
+    at, count = places(question, view)
+    return (at >= 0) * share(at, count, lot)
+
+
+def _kept(kept: Kept, question: Question, view: View) -> View:
+    listed = view.slot is not None  # else of the sliding branch
+    return replace(view, weight=view.weight * kept(question, view)) if listed else view
 
 
 def stale(question: Question) -> Iterator[Bug]:
@@ -177,8 +203,7 @@ def _stale_out(order: Order, which: stages.Which, c: Context) -> Floats:
     return np.asarray(STEPS["O"](changed(c, P=P[..., :-1] * (place >= 0))))
 
 
-def _weighed(step: str, places: Places, share: Share, lot: int, c: Context) -> Floats:
-    """A product of the pairs that count."""
-    at, count = places(c.question, c.view)
-    kept = (at >= 0) & share(at, count, lot)
-    return np.asarray(STEPS[step](changed(c, P=c.P * kept, dY=c.dY * kept)))
+def _weighed(step: str, kept: Kept, c: Context) -> Floats:
+    """A product of pairs as often as they count."""
+    often = kept(c.question, c.view)
+    return np.asarray(STEPS[step](changed(c, P=c.P * often, dY=c.dY * often)))
