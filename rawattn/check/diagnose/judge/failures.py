@@ -42,6 +42,8 @@ SURE, COARSE = ("high", "medium"), "narrow-intermediate"
 FURTHER = ((21, 3, 48, 0, 38), (70, 9, 32))  # lengths of what is asked once more
 UNUSED: dict[str, Any] = {"seqused_k": None, "sinks": False, "softcap": None, "causal": False}
 UNUSED |= {"window": (-1, -1), "own": False, "gate": False, "counts": False}
+REFUTED = "it does not give the numbers of other problems"
+OF_MASKS = (*LOOSE, "tile-skipped")  # told as what is missed, or seen, beside the mask
 FORMS = 12  # and bugs that look the same, of which one may hold on further problems
 LEAST = 3  # kinds of cases that are made smaller
 OFFSETS = ("cu_seqlens_q", "cu_seqlens_k")
@@ -88,7 +90,7 @@ def explain_failures(
     findings = _as_failing(joined.findings)
     every = {str(case): case for kind, _ in found for case in kind}
     findings = [_asked_once_more(candidate, f, every[f.cases[0]]) for f in findings]
-    findings.sort(key=lambda f: (f.bug in NAMELESS, f.rank))
+    findings.sort(key=lambda f: (f.bug in NAMELESS, f.rank, any(REFUTED in x for x in f.evidence)))
     if findings and (first := findings[0]).side == SIDE and not first.sure:
         fewest = min(cases, key=lambda case: (case.num_heads_q, _plainness(case)))
         some = [*(every[name] for name in first.cases[: LEAST - 1]), fewest]  # heads may differ
@@ -98,13 +100,14 @@ def explain_failures(
 
 def _asked_once_more(candidate: Candidate, f: Finding, case: Case) -> Finding:
     """A finding that ``case`` shows, as sure as problems of other lengths and options leave it."""
-    asked = f.side == SIDE and f.confidence == "high"
+    asked = f.side == SIDE and f.confidence in SURE
     if asked and (lacks := [*_lacking(candidate, f, case)]):
         for one in islice(_others(candidate, f, case), FORMS):
             if not any(_lacking(candidate, one, case)):
                 return one
-        told = f"it does not give the numbers of other problems: {', '.join(lacks)}"
-        f = replace(f, confidence="medium", evidence=(*f.evidence[:1], told, *f.evidence[1:]))
+        told = f"{REFUTED}: {', '.join(lacks)}"
+        less = CONFIDENCE[f.rank + 1]
+        f = replace(f, confidence=less, evidence=(*f.evidence[:1], told, *f.evidence[1:]))
     return f
 
 
@@ -130,7 +133,7 @@ def _lacking(candidate: Candidate, f: Finding, case: Case) -> Iterator[str]:
     if any(not _holds(candidate, f, case, lengths) for lengths in FURTHER):
         yield "at other lengths"
     for name, unused in UNUSED.items():
-        of_mask = f.bug == "pairs-dropped" and name in ("causal", "window")
+        of_mask = f.bug in OF_MASKS and name in ("causal", "window")
         about = of_mask or name.partition("_")[0] in f.bug
         there = getattr(case, name, unused) != unused and not about
         if there and not _holds(candidate, f, replace(case, **{name: unused}), FURTHER[0]):
@@ -222,6 +225,12 @@ def explain_failure(
     of_rules = known.shown and known.shown <= {*LOOSE}
     best = look(asked, until=0.0 if of_rules or brief else until, told=told)
     if not best.findings and (trapped := of_traps(candidate, case, SIDE)):
+        masked = not isinstance(case, SparseCase) and case.mask_window != (-1, -1)
+        if masked and of_nan(trapped[0]):  # what no query may see anyway, numbers do not show
+            without = replace(small(case), causal=False, window=(-1, -1))
+            asked = question_of(candidate.fit(without), clean=True)
+            shown = look(asked, until=0.0, told=_read(candidate, asked)).findings
+            trapped = [*filter(_has_name, shown), *trapped]
         return replace(best, findings=tuple(trapped))
     if not _named(best) and sum(costs_of(case)) <= PAIRS and spent() < until:
         of_traps_alone = 0.0 if best.findings or brief else until  # else it was looked for already

@@ -468,10 +468,13 @@ def _explain(
     if _generic(work, whole):  # bugs of one kernel say more exactly than rules
         whole = [*(e._replace(tensors=wrong) for e in whole), *parts]
 
-    # what is listed says the same as what was read in fewer words
-    found = sorted(
-        whole, key=lambda e: (-len(e.tensors), e.rms > 1.5, e.prediction.bug in work.read, e.rms)
-    )
+    def merit(e: Explained) -> tuple[object, ...]:
+        """What is listed says the same as what was read in fewer words, unless of some rows."""
+        bug = e.prediction.bug
+        of_rows, read = ELSEWHERE in bug.variant, bug in work.read
+        return -len(e.tensors), e.rms > 1.5, of_rows, read, e.rms
+
+    found = sorted(whole, key=merit)
     left = set(wrong)
     chosen: list[Explained] = []
     while tensors := max((left & {*e.tensors} for e in found), key=len, default=set()):

@@ -34,6 +34,8 @@ OVER: dict[str, Which] = {
     "the last tile of {} keys": lambda j, of, m, t: of // t == (m - 1) // t + 0 * j,
     "the tile of {} keys at hand": lambda j, of, m, t: of // t == j // t,
     "whole tiles of {} keys": lambda j, of, m, t: of < m // t * t + 0 * j,
+    "the tiles of {} keys up to that at hand": lambda j, of, m, t: of // t <= j // t,
+    "the tiles of {} keys from that at hand on": lambda j, of, m, t: of // t >= j // t,
 }
 POWERS = {"({} without the softcap's slope)": 0, "({} with the softcap's slope twice)": 2}
 SLOPES: dict[str, Callable[[Array], Array]] = {  # of t = tanh, the capped score over the cap
@@ -158,7 +160,10 @@ def _others(question: Question) -> Iterator[tuple[str, str, Of]]:
         yield f"over {words.format(tile)} alone", ANOTHER, partial(_over, of, tile)
     for tile, own in product(TILES, TILES):
         text = f"of row j // {tile} * {tile} + i % {own}, from where the tile of keys begins"
-        yield text, "statistics-misplaced", partial(_at_keys, tile, own)
+        yield text, "statistics-misplaced", partial(_at_keys, tile, own, False)
+    for tile in TILES:
+        text = f"of row i // {tile} * {tile} + j % {tile}, along the other axis of a tile"
+        yield text, "statistics-misplaced", partial(_at_keys, tile, tile, True)
 
 
 def _over(which: Which, tile: int, c: Context) -> Array:
@@ -169,11 +174,13 @@ def _over(which: Which, tile: int, c: Context) -> Array:
     return np.asarray(c.P * c.dP @ (same & which(j[:, None], j, count, tile)).mT)
 
 
-def _at_keys(tile: int, own: int, c: Context) -> Array:
-    """D of tiles of ``own`` queries from the first key of a tile on; 0 where the sequence ends."""
+def _at_keys(tile: int, own: int, across: bool, c: Context) -> Array:
+    """D of tiles of ``own`` queries from the first key of a tile on, or of a tile's queries by the
+    place of the key; 0 where the sequence ends."""
     q, j = c.question, c.question.place_of("k")[np.maximum(c.view.keys, 0)]
     rows, sequence, i = c.view.rows[:, None], q.sequence_of("q"), q.place_of("q")[c.view.rows]
-    other = rows - i[:, None] + j // tile * tile + i[:, None] % own
+    first, place = (i[:, None], j) if across else (j, i[:, None])
+    other = rows - i[:, None] + first // tile * tile + place % own
     inside, other = other < len(q.q), np.minimum(other, len(q.q) - 1)
     D = deltas(q, c.given)[c.view.heads][:, other]
     return np.where(inside & (sequence[other] == sequence[rows]), D, 0.0)

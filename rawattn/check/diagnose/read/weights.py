@@ -151,7 +151,7 @@ def class_of(support: Support, alive: Array, *, backward: bool) -> str:
     places, dense = support.places, not support.places.question.sparse
     lost, due = support.inside(LESS), places.rights & alive[..., None]
     if support.of_rows:
-        name = "rows-not-written" if support.plain else "unknown"
+        name = "rows-not-written" if support.named else "unknown"
         return of_pairs(places, lost, due) if backward else name
     if dense:
         known = [(BACKWARD_ONLY, window) for _, window in unmasked(places.question) if backward]
