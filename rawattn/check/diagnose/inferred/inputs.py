@@ -18,9 +18,10 @@ from rawattn.check.diagnose.engine.steps import STEPS, Floats
 from rawattn.check.diagnose.evidence.places import TILES
 from rawattn.check.diagnose.evidence.precision import relative_residual
 from rawattn.check.diagnose.evidence.structure import named
+from rawattn.check.diagnose.evidence.support import NO_RULE
 from rawattn.check.diagnose.inferred import dropped
 from rawattn.check.diagnose.inferred.sample import WHOLE, Sample, is_wrong, stored
-from rawattn.check.diagnose.read.fields import by_head, in_heads
+from rawattn.check.diagnose.read.fields import by_head, in_heads, other_rows
 
 EFFORT = 3000.0  # units, for the listed ones of one stage, at most
 YIELDED = 6  # of them for each tensor, in the end
@@ -106,6 +107,21 @@ def _rearranged(sample: Sample) -> Iterator[Bug]:
             shapes = all(moved[n].shape == x.shape for n, x in here.items())
             if shapes and all(sample.of_all(n, x) < most[n] for n, x in moved.items()):
                 yield bug
+    for name in sample.wrong:  # each row as one number
+        inside, x = sample.question.sequence_of(name) >= 0, by_rows(name, sample.truth[name])
+        mixed = np.random.default_rng(0).standard_normal(x.shape[2])
+        due = np.where(inside, (x @ mixed).T, np.nan)
+        held, size = (sample.found[name] @ mixed).T, sample.question.dtype.itemsize
+        if places := other_rows(due, held, np.isfinite(due), size):
+            text = f"{name}: rows hold those of others, {NO_RULE}: {places}"
+            store = stored(name, partial(_replaced, sample.found[name]))
+            yield Bug("offsets-shifted", text, (sample.stage,), store=store)
+
+
+def _replaced(x: Floats, other: Floats) -> Floats:
+    if x.shape != other.shape:
+        raise NotImplementedError("this was read on sequences of other lengths")
+    return x
 
 
 def _added(sample: Sample) -> Iterator[Bug]:

@@ -18,9 +18,10 @@ from rawattn.check.diagnose.engine.question import BY_ROW, OF_KEYS, OF_SLOTS, Qu
 from rawattn.check.diagnose.engine.steps import LOG2_E, STEPS, Context, Floats, Step, row_max
 from rawattn.check.diagnose.evidence.precision import finite
 from rawattn.check.diagnose.evidence.structure import where
+from rawattn.check.diagnose.evidence.support import NO_RULE
 from rawattn.check.diagnose.inferred.sample import Sample
 from rawattn.check.diagnose.inferred.terms import CLEAR, CLOSE
-from rawattn.check.diagnose.read.fields import sum_in_words, sums_of
+from rawattn.check.diagnose.read.fields import other_rows, sum_in_words, sums_of
 
 APART = (*OF_SLOTS, "delta")  # results that are made apart
 LEAST = 1e-3  # of what numbers are known by in most rows: where it is less they are not known
@@ -173,7 +174,13 @@ def _told(
     forms = _forms(rows, right, known, x, unit)
     close = (f for f in forms if np.mean(((x - f[2](rows)[known]) / unit) ** 2) <= 1)
     name, text, of = next(close, ("", "", lambda _: every))
-    if not name and number.text not in BY_ROW:
+    inside, size = rows.question.sequence_of("q") >= 0, rows.question.dtype.itemsize
+    due = np.where(inside, rows.of(right), np.nan)
+    own = [0.0 * every] + [rows.of("dlse")] * (right == "D")
+    others = (other_rows(due + x, every + x, known, size) for x in own)
+    if not name and right and (places := next(filter(None, others), "")):
+        name, text = "statistics-misplaced", f"that of other rows, {NO_RULE}: {places}"
+    elif not name and number.text not in BY_ROW:
         off = known & (abs(added) > CLOSE * abs(added).max())
         what = f"{every[off].mean():.3g}" if np.ptp(every[off]) < 1e-3 else "other numbers"
         places = "; ".join(where(rows.question, "lse", off.T, known.T))

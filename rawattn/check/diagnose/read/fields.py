@@ -18,6 +18,8 @@ from rawattn.check.diagnose.read.probe import Weights
 
 Calls = Sequence[tuple[Array, Any]]  # right numbers of rows, and where they tell something
 FEW = 0.3  # of the rows that are known: a map may have nothing for so many
+NEAR = {8: 1e-8, 4: 1e-5}  # numbers that are the same, by the bytes of the inputs
+CHANCE = 0.02  # that a number is some row's by chance, at most
 PEAK = 8  # the worst of many entries over their root mean square
 
 
@@ -168,6 +170,21 @@ def map_of(
             left = held[told & ~known]
             return by, float(np.median(left)) if left.size else 0.0
     return None
+
+
+def other_rows(due: Array, held: Array, known: Array, itemsize: int) -> str:
+    """Of which other rows numbers (heads, tokens) are, where all that are known are the right one of
+    some row, or 0; "" where they are not, or all are their own."""
+    near, there = NEAR.get(itemsize, np.inf), np.isfinite(due)
+    order = np.argsort(due[there])
+    values, at = due[there][order], np.argwhere(there)[order]
+    n = np.clip(np.searchsorted(values, held - near), 0, max(len(values) - 1, 0))
+    if not len(values) or 2 * near * len(values) > CHANCE * float(np.ptp(values)):
+        return ""
+    same, none = np.abs(values[n] - held) <= near, np.abs(held) <= near
+    moved = np.argwhere(known & (np.abs(held - due) > near) & ~none)
+    pairs = [(h, t, *at[n[h, t]]) for h, t in moved[:3]] if (same | none)[known].all() else []
+    return ", ".join(f"token {t} of head {h} that of token {s} of head {g}" for h, t, g, s in pairs)
 
 
 def rows_of(x: Array, near: float) -> Array | None:

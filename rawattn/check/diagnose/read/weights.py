@@ -9,7 +9,7 @@ import numpy as np
 from rawattn.check.diagnose.catalogue.masks import Window, unmasked, windows
 from rawattn.check.diagnose.engine.attention import TILES
 from rawattn.check.diagnose.evidence.places import Array, Places, log_sum
-from rawattn.check.diagnose.evidence.rules import Shown, rules_of
+from rawattn.check.diagnose.evidence.rules import Rule, Shown, rules_of
 from rawattn.check.diagnose.evidence.sight import mask_rule
 from rawattn.check.diagnose.evidence.structure import where
 from rawattn.check.diagnose.evidence.support import LESS, MORE, OTHER, Support, support_of
@@ -111,13 +111,10 @@ def _counted(read: Weights, second: Callable[[], Weights]) -> Term | None:
     (found, known, values), q = _times(read), read.places.question
     if np.count_nonzero(values > 1) != 1:
         return None
-    shown = [(read.places, found, known), (second().places, *_times(second())[:2])]
-    every = range(q.num_heads_q if q.sparse else 1)
-    by_head = (Shown(of.of(h), k[h], k[h] & (n[h] > 1.5)) for of, n, k in shown for h in every)
-    rule = next(rules_of(*by_head), None)
+    rule = repeated((read.places, found, known), (second().places, *_times(second())[:2]))
     if rule is None:
         return None
-    often = int(values[-1])
+    often, every = int(values[-1]), range(q.num_heads_q if q.sparse else 1)
 
     def of(places: Places) -> Array:
         times = [np.where(rule.holds(places.of(head)), often, 1) for head in every]
@@ -128,6 +125,13 @@ def _counted(read: Weights, second: Callable[[], Weights]) -> Term | None:
     name = "wrong-keys" if other or not rule.spans else "tile-counted-twice"
     name = "sparse-duplicate-twice" if q.sparse else name
     return adding(of, f"keys count {often} times: {rule}", name)
+
+
+def repeated(*read: tuple[Places, Array, Array]) -> Rule | None:
+    """The rule of pairs that count more than once: of places, how often, and where it is known."""
+    every = range(len(read[0][1]) if read[0][0].question.sparse else 1)
+    by_head = (Shown(of.of(h), k[h], k[h] & (n[h] > 1.5)) for of, n, k in read for h in every)
+    return next(rules_of(*by_head), None)
 
 
 def _times(read: Weights) -> tuple[Array, Array, Array]:
