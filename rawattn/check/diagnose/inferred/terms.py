@@ -2,7 +2,7 @@
 stages are linear in how often each of their terms counts, so that one solution of each tells how
 often it is there, whatever number that is."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from functools import lru_cache, partial
 from itertools import product
@@ -11,7 +11,13 @@ import numpy as np
 
 from rawattn.check.diagnose.catalogue import first_order, second_order
 from rawattn.check.diagnose.catalogue.reading import of_view
-from rawattn.check.diagnose.catalogue.second_order import Term, by_given_out, of_one_pass
+from rawattn.check.diagnose.catalogue.second_order import (
+    Term,
+    by_given_out,
+    multiple,
+    of_one_pass,
+    with_values,
+)
 from rawattn.check.diagnose.catalogue.sparse import selection
 from rawattn.check.diagnose.engine.attention import FIRST, FORWARD, TILES, Bug, View, each, solve
 from rawattn.check.diagnose.engine.effort import spent
@@ -34,29 +40,35 @@ OF_SCALE = ("constant-factor", "second-term-dropped")  # what softmax_scale may 
 
 def single(sample: Sample) -> list[Bug]:
     """Bugs of one term; some tensors may tell other factors than others."""
-    if sample.stage in FIRST and (of_scale := _of_scale(sample)):
+    if sample.stage in FIRST and (of_scale := [*_of_scale(sample)]):
         return of_scale
     forward = sample.stage == "forward" or not sample.wrong
     return [] if forward else _alone(sample, [*second_order.terms(sample.question, sample.stage)])
 
 
-def _of_scale(sample: Sample) -> list[Bug]:
-    """A softmax_scale that is off by so little that results change in proportion to it."""
-
-    def scaled(by: float) -> Bug:
-        variant = f"the scores are multiplied by {1 + by:.10g}, as by log2(e) in too few digits"
-        return Bug("score-scale", variant, FIRST, steps={"Y": lambda c: (1 + by) * STEPS["Y"](c)})
-
-    one, due, by = sample.planted(scaled(STEP)), list[Floats](), list[Floats]()
-    for name in sample.wrong:
-        right, there = by_rows(name, sample.truth[name]), np.isfinite(sample.found[name])
-        there &= (sample.question.sequence_of(name) >= 0)[:, None, None] & np.isfinite(right)
-        due.append((sample.found[name] - right)[there])
-        by.append((by_rows(name, one[name]) - right)[there] / STEP)
-    off, of = np.concatenate(due or [np.zeros(0)]), np.concatenate(by or [np.zeros(0)])
-    factor = float(of @ off) / max(float(of @ of), 1e-30)
-    told = 0 < abs(factor) < STEP and np.linalg.norm(off - factor * of) < TOLD * np.linalg.norm(off)
-    return [scaled(factor)] * bool(told)
+def _of_scale(sample: Sample) -> Iterator[Bug]:
+    """A factor of scores, or of exponents, that is off by so little that results change in
+    proportion to it."""
+    made: dict[str, Callable[[float], dict[str, Step]]] = {
+        "the scores are": lambda by: {"Y": lambda c: by * STEPS["Y"](c)},
+    }
+    if sample.stage == "backward":
+        made["S - lse is"] = lambda by: {
+            "bP": with_values("bP", S=multiple("S", by), L=multiple("L", by))
+        }
+    for words, steps in made.items():
+        one, due, by = sample.planted(Bug("", stages=FIRST, steps=steps(1 + STEP))), [], []
+        for name in sample.wrong:
+            right, there = by_rows(name, sample.truth[name]), np.isfinite(sample.found[name])
+            there &= (sample.question.sequence_of(name) >= 0)[:, None, None] & np.isfinite(right)
+            due.append((sample.found[name] - right)[there])
+            by.append((by_rows(name, one[name]) - right)[there] / STEP)
+        off, of = np.concatenate([*due, np.zeros(0)]), np.concatenate([*by, np.zeros(0)])
+        factor = float(of @ off) / max(float(of @ of), 1e-30)
+        left = np.linalg.norm(off - factor * of)
+        if 0 < abs(factor) < STEP and left < TOLD * np.linalg.norm(off):
+            text = f"{words} multiplied by {1 + factor:.10g}, as by log2(e) in too few digits"
+            yield Bug("score-scale", text, FIRST, steps=steps(1 + factor))
 
 
 def bugs(sample: Sample) -> Iterator[Bug]:

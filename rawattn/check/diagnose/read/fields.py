@@ -173,8 +173,8 @@ def map_of(
 
 
 def other_rows(due: Array, held: Array, known: Array, itemsize: int) -> str:
-    """Of which other rows numbers (heads, tokens) are, where all that are known are the right one of
-    some row, or 0; "" where they are not, or all are their own."""
+    """Of which other rows numbers (heads, tokens) are, where all that are known are the right one
+    of some row, or 0; empty where they are not, or all are their own."""
     near, there = NEAR.get(itemsize, np.inf), np.isfinite(due)
     order = np.argsort(due[there])
     values, at = due[there][order], np.argwhere(there)[order]
