@@ -189,6 +189,7 @@ _TO_LAST = {"entries": lambda t, x: entries_with(t, named=[min(b, t.blocks - 1) 
 _FULL = {"entries": lambda t, x: entries_with(t, named=[full(t, b) for b in t.named])}
 _LAST_HEAD = {"dG": lambda c, x: x * (c.h % c.group == c.group - 1)}  # of those that share a gate
 _NO_OWN = inverted(lambda some: [entry for entry in some if entry[1].slot >= 0])
+_SPARE_8 = inverted(lambda some: some + some[-1:] * (-len(some) % 8))
 _LAST_8 = inverted(lambda some: some[(len(some) - 1) // 8 * 8 :])
 _MISSING = {"entries": lambda t, x: [(block, slot) for block, slot in x if slot >= 0]}
 _WHOLE_OWN = seen_past(lambda t: t.slot < 0)
@@ -313,7 +314,7 @@ _LISTS: Table = (
     ("sparse-list-cut: at what is no block", "fb b", _UNTIL_NONE, _PADDED),
     ("sparse-list-cut: behind the own block", "fb", _TO_OWN, _OWN),
     ("tile-overwrites: the last 8 queries", "b", _LAST_8),
-    ("sparse-spare-lanes: of 8", "b", inverted(lambda some: some + some[-1:] * (-len(some) % 8))),
+    ("sparse-spare-lanes: of 8 queries", "b", _SPARE_8, _OPEN),
     ("mask-fill: 0", "f", _FILLED),
     ("input-layout or offsets-shifted: dout of first rows, dk and dv", "b", _DOUT_OF_FIRST),
     ("statistics-misplaced: lse of the first head", "b", _LSE_OF_FIRST, _GROUPED),
