@@ -107,6 +107,7 @@ def test_the_sliding_branch_is_read() -> None:
         return v.weight * ((v.lists is not None) | (i[:, None] == j))
 
     case = next(x for x in standard_sparse("small") if x.name == "sparse-sliding")
+    assert question_of(replace(case, window=(9, 2))).sliding == (9, 2)  # which causal closes
     question = question_of(small(case), clean=True)
     bug = Bug("", see=lambda question, views: [replace(v, weight=near(v)) for v in views])
     ask = {"forward": lambda asked: solve(asked, "forward", bug)}

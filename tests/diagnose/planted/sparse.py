@@ -85,6 +85,11 @@ def past_end(t: Any, x: tuple[int, int, bool]) -> tuple[int, int, bool]:
     return x[0], min(x[0] + t.size, len(t.question.k)) if t.slot >= 0 else x[1], x[2]
 
 
+def on_grid(t: Any, x: tuple[int, int, bool]) -> tuple[int, int, bool]:
+    first = x[0] - t.start_k % t.size
+    return max(first, t.start_k), min(first + t.size, t.start_k + t.m), x[2]
+
+
 def of_first_rows(t: Any, visits: list[Visit]) -> list[Visit]:
     at = t.start_k
     return [v._replace(first=v.first - at, stop=v.stop - at, last=v.last - at) for v in visits]
@@ -184,6 +189,7 @@ _TO_LAST = {"entries": lambda t, x: entries_with(t, named=[min(b, t.blocks - 1) 
 _FULL = {"entries": lambda t, x: entries_with(t, named=[full(t, b) for b in t.named])}
 _LAST_HEAD = {"dG": lambda c, x: x * (c.h % c.group == c.group - 1)}  # of those that share a gate
 _NO_OWN = inverted(lambda some: [entry for entry in some if entry[1].slot >= 0])
+_SPARE_8 = inverted(lambda some: some + some[-1:] * (-len(some) % 8))
 _LAST_8 = inverted(lambda some: some[(len(some) - 1) // 8 * 8 :])
 _MISSING = {"entries": lambda t, x: [(block, slot) for block, slot in x if slot >= 0]}
 _WHOLE_OWN = seen_past(lambda t: t.slot < 0)
@@ -202,6 +208,7 @@ _DOUT_OF_FIRST = {"dO": lambda c, x: c.run.arrays["dout"][c.i[:, 0], c.h], "only
 _LSE_OF_FIRST = {"L": lambda c, x: c.row("lse", c.h - c.h % c.group)}
 _OWN_OF_NEXT = {"own block": lambda t, x: (t.place + 1) // t.question.block_size}
 _PACKED = sorted_by(lambda t, block: not 0 <= block < t.blocks)
+_FRONT = {"dblock_scale": lambda run, x: np.take_along_axis(x, np.argsort(x == 0, 2, "stable"), 2)}
 _LAST_SLOT = {"count": lambda t, x: min(x, len(t.named) - 1)}
 _LAST_COUNTED = {"count": lambda t, x: max(x - 1, 0)}
 _LONG = _CAUSAL | _OWN | {"lengths": (60, 130), "batch": (1, 2), "lengths_k": ("equal",)}
@@ -300,11 +307,14 @@ _LISTS: Table = (
     ("sparse-other-place: of the next query", "fb", _OWN_OF_NEXT, _CAUSAL),
     ("sparse-other-place: own block and mask of the row", "fb b", _OWN_AND_MASK, _OTHER_KEYS),
     ("sparse-other-place: own block of 32 queries", "fb", _OWN_OF_TILE, _OWN),
+    ("sparse-lists-misread: blocks of all packed keys", "fb", {"span": on_grid}, _OPEN),
+    ("sparse-gate-order: of the gradient, packed", "b", _FRONT, _PADDED),
     ("sparse-lists-misread: counted from 1", "fb f", misread(lambda x, *_: x - 1)),
     ("no-rescale: block by block", "f", {"softmax": added_up}),
     ("sparse-list-cut: at what is no block", "fb b", _UNTIL_NONE, _PADDED),
     ("sparse-list-cut: behind the own block", "fb", _TO_OWN, _OWN),
     ("tile-overwrites: the last 8 queries", "b", _LAST_8),
+    ("sparse-spare-lanes: of 8 queries", "b", _SPARE_8, _OPEN),
     ("mask-fill: 0", "f", _FILLED),
     ("input-layout or offsets-shifted: dout of first rows, dk and dv", "b", _DOUT_OF_FIRST),
     ("statistics-misplaced: lse of the first head", "b", _LSE_OF_FIRST, _GROUPED),
