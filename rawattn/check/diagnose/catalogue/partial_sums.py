@@ -83,8 +83,8 @@ def _equal(count: int, of_tiles: int, m: int) -> list[np.ndarray]:
     return found + [np.arange(0)] * (count - len(found))
 
 
-def _strided(count: int, m: int) -> list[np.ndarray]:
-    return [np.arange(first, m, count) for first in range(count)]
+def _strided(count: int, tile: int, m: int) -> list[np.ndarray]:
+    return [np.flatnonzero(np.arange(m) // tile % count == first) for first in range(count)]
 
 
 def _cut(keys: Keys, step: int, c: Context) -> list[np.ndarray]:
@@ -107,7 +107,8 @@ def splits(question: Question) -> dict[str, Cut]:
     if question.sparse:
         return walks.splits(question)
     cuts = parts_of_keys(question)
-    cuts |= {f"parts of each {n}th key": partial(_strided, n) for n in STRIDES}
+    cuts |= {f"parts of each {n}th key": partial(_strided, n, 1) for n in STRIDES}
+    cuts |= {f"parts of each 2nd tile of {t} keys": partial(_strided, 2, t) for t in TILES}
     return {text: partial(_cut, keys, 1) for text, keys in cuts.items()}
 
 
@@ -249,6 +250,16 @@ def _shares(taken: Taken, parts: Parts) -> Floats:
     return _exp(lses - unit * _finite(_whole(taken, parts)))
 
 
+def _updated(parts: Parts) -> Floats:
+    """Weights of a merge one by one, of a part's lse beside that of all so far, which holds it."""
+    found, so_far = np.zeros_like(parts.lses), np.logaddexp.accumulate(parts.lses, axis=0)
+    for n, part in enumerate(parts.lses):
+        of_part = np.where(np.isneginf(part), 0.0, 1 / (1 + np.exp(so_far[n] - part)))
+        found[:n] *= 1 - (of_part if n else 0.0)
+        found[n] = of_part if n else 1.0
+    return found
+
+
 RIGHT = "right"
 TAKEN: dict[str, Taken] = {  # for the lse of parts, in units of so many natural ones
     RIGHT: lambda p: (p.lses, 1.0),
@@ -260,11 +271,16 @@ TAKEN: dict[str, Taken] = {  # for the lse of parts, in units of so many natural
     "none if the first has no keys": lambda p: (np.where(p.row_sums[0] > 0, p.lses, -np.inf), 1.0),
     "none if the last has no keys": lambda p: (np.where(p.row_sums[-1] > 0, p.lses, -np.inf), 1.0),
 }
+SUMMED = "row sums added up as they are, beside different maxima"
 UNGUARDED = "an lse of 0 for a part without keys, of rows without any too"
 # what the results of parts are multiplied by
 WEIGHTS: dict[str, Weights] = {text: partial(_shares, taken) for text, taken in TAKEN.items()} | {
     "their own sums, beside their own maxima, over the row sum of all": lambda p: (
         p.row_sums * _exp(_finite(p.tops.max(axis=0)) - _whole(TAKEN[RIGHT], p))
+    ),
+    "one by one, beside an lse that holds the part already": _updated,
+    SUMMED: lambda p: (
+        p.row_sums * _exp(p.tops - _finite(p.tops.max(axis=0))) / p.row_sums.sum(axis=0)
     ),
     "exp2 of natural units, less the right lse of all": lambda p: _exp(
         LN_2 * (p.lses - _finite(_whole(TAKEN[RIGHT], p)))
@@ -276,6 +292,7 @@ WEIGHTS: dict[str, Weights] = {text: partial(_shares, taken) for text, taken in 
 }
 LSES: dict[str, Callable[[Parts], Floats]] = {
     **{text: partial(_whole, taken) for text, taken in TAKEN.items()},
+    SUMMED: lambda p: np.log(p.row_sums.sum(axis=0)) + _finite(p.tops.max(axis=0)),
     UNGUARDED: partial(_whole, TAKEN["an lse of 0 for a part without keys"]),
     "the largest of the parts": lambda p: p.lses.max(axis=0),
     "of the first part alone": lambda p: p.lses[0],
