@@ -166,8 +166,7 @@ SHIFTED: dict[str, Change] = {
     "": where(length=lambda x: x.length + x.shift, place=lambda x: x.place + x.shift),
     ", not own ones": _only(lambda x: x.counted & ~(x.question.causal & (x.named > x.own_block))),
 }
-OF_PLACES = {"the own block and the mask": ("place", "bound"), "the own block": ("place",)}
-OF_PLACES |= {"the mask": ("bound",)}
+FOR = {"the own block and the mask": "place bound", "the own block": "place", "the mask": "bound"}
 
 
 def misread(question: Question) -> Iterator[Bug]:
@@ -178,8 +177,8 @@ def misread(question: Question) -> Iterator[Bug]:
         text, see = f"{' and '.join(some)}, {by.words}", listed(partial(moved, by, some))
         yield Bug(MISREAD, text, see=see)
     every = {x.format(t): partial(of, t) for (x, of), t in product(PLACES.items(), TILES[2:])}
-    for (words, number), (what, fields) in product(every.items(), OF_PLACES.items()):
-        yield Bug(PLACE, f"{what}: {words}", see=listed(where(**dict.fromkeys(fields, number))))
+    for (words, of), (who, fields) in product(every.items(), FOR.items()):
+        yield Bug(PLACE, f"{who}: {words}", see=listed(where(**dict.fromkeys(fields.split(), of))))
     for (words, of), (more, change) in product(SHIFTS.items(), SHIFTED.items()):
         yield Bug(MISREAD, f"blocks {words}{more}", see=listed(partial(_shifted, of, change)))
 
