@@ -31,6 +31,7 @@ from rawattn.check.diagnose.judge.traps import ARRAYS, of_nan, of_traps
 from rawattn.check.diagnose.judge.whole import costs_of
 from rawattn.check.diagnose.read.name import NEAR, PASSES, UNREAD, Readings, read
 from rawattn.check.expected import Expected, Target, expect
+from rawattn.check.run import evaluate
 from rawattn.check.sparse_cases import SparseCase
 from rawattn.check.sparse_tensors import SparseTensors
 
@@ -78,7 +79,7 @@ def explain_failures(
         if (lost and kind[0].dtype in dtypes) or (nan and kind[0].causal):  # which may hide numbers
             continue
         dtypes |= {kind[0].dtype} if lost else set()
-        asked = partial(explain_failure, sides, kind[0], brief=brief)
+        asked = partial(explain_failure, sides, _finest(candidate, kind[0]), brief=brief)
         again = (of for _, of in found if other is None and _explains(candidate, of, kind[0]))
         diagnosis = next(again, None) or asked(until=0.0 if lost or nan else until, known=known)
         sure = [f for f in diagnosis.findings if f.confidence in SURE and not f.alternatives]
@@ -96,6 +97,15 @@ def explain_failures(
         some = [*(every[name] for name in first.cases[: LEAST - 1]), fewest]  # heads may differ
         findings[0] = replace(first, least=_least(candidate, first, some) or first.least)
     return replace(joined, findings=tuple(findings))
+
+
+def _finest(candidate: Candidate, case: Case) -> Case:
+    """The case in float64, which tells the most, where its small problem fails then too."""
+    fine = replace(case, dtype="float64")
+    rows = () if fine == case else evaluate(candidate, small(fine))
+    return (
+        fine if any(row.verdict.verdict == "FAIL" and row.tensor != "-" for row in rows) else case
+    )
 
 
 def _asked_once_more(candidate: Candidate, f: Finding, case: Case) -> Finding:
