@@ -115,7 +115,7 @@ def _rearranged(sample: Sample) -> Iterator[Bug]:
         if places := other_rows(due, held, np.isfinite(due), size):
             text = f"{name}: rows hold those of others, {NO_RULE}: {places}"
             store = stored(name, partial(_replaced, sample.found[name]))
-            yield Bug("offsets-shifted", text, (sample.stage,), store=store)
+            yield Bug("unknown", text, (sample.stage,), store=store)
 
 
 def _replaced(x: Floats, other: Floats) -> Floats:

@@ -79,9 +79,13 @@ def explain_failures(
         if (lost and kind[0].dtype in dtypes) or (nan and kind[0].causal):  # which may hide numbers
             continue
         dtypes |= {kind[0].dtype} if lost else set()
-        asked = partial(explain_failure, sides, _finest(candidate, kind[0]), brief=brief)
+        asked = partial(explain_failure, sides, brief=brief, known=known)
+        asked = partial(asked, until=0.0 if lost or nan else until)
         again = (of for _, of in found if other is None and _explains(candidate, of, kind[0]))
-        diagnosis = next(again, None) or asked(until=0.0 if lost or nan else until, known=known)
+        diagnosis = next(again, None) or asked(_finest(candidate, kind[0]))
+        if [f.confidence for f in diagnosis.findings] == ["high"] and kind[0].dtype != "float64":
+            told = _explains(candidate, diagnosis, kind[0])
+            diagnosis = diagnosis if told else asked(kind[0])  # it may have another one there
         sure = [f for f in diagnosis.findings if f.confidence in SURE and not f.alternatives]
         names = {f.bug for f in sure if f.form is not None} - {*NAMELESS}
         known, brief = Readings(shown=known.shown | names), brief or any(f.sure for f in sure)
