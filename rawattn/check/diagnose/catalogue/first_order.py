@@ -4,7 +4,7 @@ import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from functools import partial
-from itertools import combinations
+from itertools import combinations, product
 
 import numpy as np
 
@@ -156,14 +156,30 @@ def _of_scores(question: Question) -> Iterator[Bug]:
     undivided = {"O": lambda c: np.exp(c.S - row_max(c)[..., None]) @ c.V}
     yield Bug("not-normalised", "", FORWARD, steps=undivided)
     yield Bug("no-max-subtraction", "in float32", FORWARD, steps={"softmax": _plain_exp})
-    for step, a, b, stages in (("Y", "Q", "K", FIRST), ("dP", "dO", "V", BACKWARD)):
-        width = (question.q if step == "Y" else question.v).shape[2]
-        other = min(width, question.q.shape[2])
-        for columns in {other, *(width // deep * deep for deep in (16, 32, 64))} - {0, width}:
-            kept = {x: lambda c, x=x, n=columns: getattr(c, x)[..., :n] for x in (a, b)}
-            fewer = {step: with_values(step, **kept)}
-            yield Bug("head-dim-tail", f"{step} of {columns}", stages, steps=fewer)
-            yield Bug("head-dim-tail", f"{columns} stored", FIRST, store=partial(_first, columns))
+    products: dict[str, tuple[tuple[str, str, str], ...]] = {
+        "Q K^T": (("Y", "Q", "K"),),
+        "dO V^T": (("dP", "dO", "V"),),
+    }
+    products["Q K^T and dO V^T"] = products["Q K^T"] + products["dO V^T"]
+    width = min(question.q.shape[2], question.v.shape[2])
+    sizes = {
+        x // deep * deep
+        for x in (question.q.shape[2], question.v.shape[2])
+        for deep in (16, 32, 64)
+    }
+    for columns, (words, some) in product({width, *sizes} - {0}, products.items()):
+        steps = {
+            step: with_values(step, **{x: partial(_columns, x, columns) for x in operands})
+            for step, *operands in some
+        }
+        stages = FIRST if "Q" in words else BACKWARD
+        yield Bug("head-dim-tail", f"{words} of the first {columns}", stages, steps=steps)
+    for columns in sizes - {0}:
+        yield Bug("head-dim-tail", f"{columns} stored", FIRST, store=partial(_first, columns))
+
+
+def _columns(operand: str, count: int, c: Context) -> Floats:
+    return np.asarray(getattr(c, operand)[..., :count])
 
 
 def _scaled(c: Context, x: float, everywhere: bool = True) -> Floats:

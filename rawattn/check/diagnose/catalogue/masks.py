@@ -143,13 +143,15 @@ def neighbours(question: Question) -> Iterator[Bug]:
         text = f"the last key in each place of padding, tile of {tile}"
         yield Bug("padded-keys", text, FIRST, _more_keys(tile=tile, of="last"))
     if question.batch > 1 or len(question.k) > question.cu_seqlens_k[-1]:
+        # behind the keys in use there are the sequence's own ones
+        name = "neighbour-leak" if question.seqused_k is None else "seqused-ignored"
         ends = (("after the end", 1, 0), ("before", 0, 1), ("on each side", 1, 1))
         for text, after, before in ends:
-            yield Bug("neighbour-leak", f"one key {text}", FIRST, _more_keys(after, before))
+            yield Bug(name, f"one key {text}", FIRST, _more_keys(after, before))
         ways = {"memory": "", "memory or zeros": ", zeros past the end of all"}
         for (of, words), tile in product(ways.items(), TILES):
             text, see = f"tile of {tile}{words}", _more_keys(tile=tile, of=of)
-            yield Bug("neighbour-leak", text, FIRST, see)
+            yield Bug(name, text, FIRST, see)
 
 
 def dead(question: Question) -> np.ndarray:

@@ -24,6 +24,7 @@ from rawattn.check.diagnose.inferred.terms import CLEAR, CLOSE
 from rawattn.check.diagnose.read.fields import other_rows, sum_in_words, sums_of
 
 APART = (*OF_SLOTS, "delta")  # results that are made apart
+TINY = 1e-5  # of numbers: what is less is rounding
 LEAST = 1e-3  # of what numbers are known by in most rows: where it is less they are not known
 QUANTITIES: dict[str, Step] = {  # (heads, n) of a context that a number may hold
     **{"W": lambda c: c.w, "e": lambda c: c.e, "D": lambda c: c.D},
@@ -180,7 +181,9 @@ def _told(
     others = (other_rows(due + x, every + x, known, size) for x in own)
     if not name and right and (places := next(filter(None, others), "")):
         name, text = "statistics-misplaced", f"that of other rows, {NO_RULE}: {places}"
-    elif not name and number.text not in BY_ROW:
+    elif (
+        not name and number.text not in BY_ROW and np.abs(added).max() > TINY * np.abs(every).max()
+    ):
         off = known & (abs(added) > CLOSE * abs(added).max())
         what = f"{every[off].mean():.3g}" if np.ptp(every[off]) < 1e-3 else "other numbers"
         places = "; ".join(where(rows.question, "lse", off.T, known.T))

@@ -131,7 +131,7 @@ def _summed(of: Table, q: Question, moved: str) -> Table | None:
     of_v = of.name in OF_VALUES
     kinds = [n for n in given if given[n] is not None and (n[-1] == "v" or n == "dout") == of_v]
     count = sum(len(given[n]) * max(1, given[n].shape[1] // heads) for n in kinds)
-    if width == 1 or count > width // 2 or not np.isfinite(of.found).all():
+    if of.columns != "column" or count > width // 2 or not np.isfinite(of.found).all():
         return None
     found = []
     for head in range(heads):

@@ -14,6 +14,7 @@ from rawattn.check.diagnose.catalogue.inputs import PRODUCTS, word
 from rawattn.check.diagnose.catalogue.partial_sums import Parts, Results, merged, splits
 from rawattn.check.diagnose.catalogue.partial_sums import steps as steps_of
 from rawattn.check.diagnose.catalogue.second_order import with_values
+from rawattn.check.diagnose.catalogue.sparse.gates import GATED
 from rawattn.check.diagnose.engine.attention import FORWARD, NONE, PROGRAMS, Bug, Rounding, solve
 from rawattn.check.diagnose.engine.effort import over
 from rawattn.check.diagnose.engine.question import Answers, Question, by_rows
@@ -27,7 +28,7 @@ from rawattn.check.diagnose.judge.proofs import finding
 ALL = 2**40
 CHUNKS = (1, 4, 8, 16, 32, 64, 128, ALL)  # keys that are added up at once
 LOWEST = -600.0  # of a running maximum: less than any score, and exp(-LOWEST) is a number
-FOLLOWS = 0.5  # correlation of an error with a predicted one that names its cause
+FOLLOWS, CLEARLY = 0.5, 0.8  # correlation of an error with a predicted one that names its cause
 FAR_ONLINE = 0.1  # of the size: more is lost by no 16 bits that go from tile to tile
 FEW = 16  # numbers that an error must change, for it to follow anything
 NARROWS = 0.4  # of an error: what an intermediate that is rounded may leave of it
@@ -226,6 +227,7 @@ def _kept_in(r: Rounded, stage: str) -> Iterator[tuple[str, dict[str, Step]]]:
     elif stage != "jvp":
         yield "lse", {"bP": lambda c: STEPS["bP"](changed(c, L=r(c.L)))}
         yield "lse in base 2", {"bP": lambda c: STEPS["bP"](changed(c, L=r(LOG2_E * c.L) / LOG2_E))}
+    yield "block_scale", {x: with_values(x, G=lambda c: r(c.G)) for x in GATED}
     for words, step in KEPT[stage].items():
         yield words, after(step)
     if stage == "backward":
@@ -235,7 +237,7 @@ def _kept_in(r: Rounded, stage: str) -> Iterator[tuple[str, dict[str, Step]]]:
 
 
 def in_16_bits(verdict: StageVerdict, side: str, tensors: Sequence[str]) -> list[Finding]:
-    best = (FOLLOWS, "", "")
+    best = (FOLLOWS if verdict.work.question.dtype.itemsize == 2 else CLEARLY, "", "")
     sums = [
         Bug("", f"{np.dtype(dtype).name}, {chunk} at a time", steps=_running(dtype, chunk, alone))
         for dtype, chunk, alone in itertools.product(NARROW[1::-1], CHUNKS, (False, True))
@@ -246,7 +248,7 @@ def in_16_bits(verdict: StageVerdict, side: str, tensors: Sequence[str]) -> list
     if not name:
         return []
     said = f"the error of {name} follows that of a running sum in {form}: correlation {follows:.2f}"
-    confidence, where = "high" if follows > 0.8 else "medium", f"{verdict.work.stage}: {name}"
+    confidence, where = "high" if follows > CLEARLY else "medium", f"{verdict.work.stage}: {name}"
     return [finding(side, "accumulates-in-16-bit", where, confidence, (said,))]
 
 

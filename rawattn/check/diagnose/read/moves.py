@@ -59,11 +59,12 @@ def _moved(read: Weights) -> Array | None:
             own = weights[place] if place < len(weights) else 0.0
             for value in (here[place], here[place] - own):  # of another alone, or beside its own
                 n = np.searchsorted(weights[order], value - near * here[place])
-                if value > 0 and n < len(order):
-                    if abs(weights[order[n]] - value) <= near * here[place]:
-                        by[h, line, order[n]] = place - order[n]
-                        told += 1
-                        break
+                of = order[min(n, len(order) - 1)]
+                stays = of != place and abs(here[of] - weights[of]) <= near * weights[of]
+                if value > 0 and not stays and abs(weights[of] - value) <= near * here[place]:
+                    by[h, line, of] = place - of
+                    told += 1
+                    break
     if told < KNOWN * np.count_nonzero(found > TINY) or not ((by != 0) & (by != UNKNOWN)).any():
         return None
     return by.swapaxes(1, 2) if read.passed else by

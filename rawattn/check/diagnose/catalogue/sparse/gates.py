@@ -69,7 +69,12 @@ GRADIENTS: tuple[Row, ...] = (
     (MISSING, "", SECOND, NO_GRADIENT),
 )
 DIRECTIONS: tuple[Row, ...] = (
-    (ON_P, "with its direction in E", SECOND + JVP, {"E": with_values("E", Y=lambda c: c.G * c.Y)}),
+    (
+        ON_P,
+        "it multiplies the term of its direction in E too",
+        SECOND + JVP,
+        {"E": with_values("E", Y=lambda c: c.G * c.Y)},
+    ),
     (MISSING, "its direction ignored in E", SECOND, STILL_E),
     (MISSING, "its direction ignored in the tangent of dY", SECOND, STILL_TDY),
     (MISSING, "dS o tY of gblock_scale", SECOND, {"gG": lambda c: c.tdS * c.Y}),

@@ -116,7 +116,11 @@ TABLE: tuple[Row, ...] = (
     (COUNTS, "", _only(lambda x: x.named >= 0)),
     (COUNTS, "at least one slot", _only(lambda x: x.slots < np.maximum(x.limit, 1))),
     (COUNTS, "one slot too many", _only(lambda x: x.slots < x.limit + 1)),
-    (COUNTS, "of named blocks", _only(lambda x: np.cumsum(x.is_block, axis=2) <= x.limit)),
+    (
+        COUNTS,
+        "so many slots that name blocks count, padding apart",
+        _only(lambda x: np.cumsum(x.is_block, axis=2) <= x.limit),
+    ),
     (CUT, "at the first -1", _ending(lambda x: x.named < 0)),
     (CUT, "at the first that is no block of the sequence", _ending(lambda x: ~x.is_block)),
     (CUT, "blocks behind the own", _only(lambda x: x.counted & (x.named <= x.own_block))),
