@@ -18,7 +18,7 @@ from rawattn.check.diagnose.catalogue import classes, masks
 from rawattn.check.diagnose.engine.attention import solve
 from rawattn.check.diagnose.evidence.sight import picture, sight_of
 from rawattn.check.diagnose.findings import Diagnosis, Finding
-from rawattn.check.diagnose.harness.causes import HARNESS
+from rawattn.check.diagnose.harness.pairs import HARNESS
 from rawattn.check.diagnose.judge.diagnosis import diagnose
 from rawattn.check.diagnose.report import terminal
 from rawattn.check.diagnose.report.page import WIDTH, page
