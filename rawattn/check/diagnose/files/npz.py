@@ -12,9 +12,8 @@ import numpy as np
 from rawattn.check.diagnose.engine.question import TENSORS, WIDE, Answers, Question
 from rawattn.check.diagnose.evidence.precision import eps_of, smallest_of
 from rawattn.check.diagnose.evidence.structure import MADE
-from rawattn.check.diagnose.files import entries, layouts
-from rawattn.check.diagnose.files.entries import BFLOAT16, GIVEN, OPTIONS, narrowed
-from rawattn.check.diagnose.files.layouts import LENGTHS, Frame
+from rawattn.check.diagnose.files import entries
+from rawattn.check.diagnose.files.entries import BFLOAT16, GIVEN, LENGTHS, OPTIONS, Frame, narrowed
 
 MAY_BE_LEFT_OUT = ("causal", "window", "softmax_scale", "dlse")
 OFFSETS = ("cu_seqlens_q", "cu_seqlens_k")
@@ -70,26 +69,26 @@ def read(path: str | Path, frame: Frame | None = None) -> Saved:
     try:
         arrays = entries.named(raw, notes)
         options = entries.options_of(about.get("options", {}) | arrays)
-        layout = layouts.layout_of(arrays.pop("layout", None))
+        layout = entries.layout_of(arrays.pop("layout", None))
         entries.restore(arrays, notes)
         arrays = {name: array for name, array in arrays.items() if name not in OPTIONS}
         found: dict[str, Any] = {}
         if {"q", "k", "v"} <= arrays.keys():
-            frame = layouts.frame_of(arrays, layout)
+            frame = entries.frame_of(arrays, layout)
             found |= {f"cu_seqlens_{side}": offsets for side, offsets in frame.offsets.items()}
             notes += [NO_MASK] if "causal" not in options else []
         elif frame is None:
             return Saved(str(path), options, {}, tuple(notes), None)
         else:
             frame = replace(frame, layout=layout or frame.layout)
-            given = {f"cu_seqlens_{side}": layouts.offsets_of(arrays, side) for side in "qk"}
+            given = {f"cu_seqlens_{side}": entries.offsets_of(arrays, side) for side in "qk"}
             found |= {name: offsets for name, offsets in given.items() if offsets is not None}
         results = {n: x for n, x in arrays.items() if n in NARROW}
         if narrow := narrowed(results, frame.dtype) if frame.dtype.itemsize == 2 else {}:
             notes.append(f"{', '.join(narrow)}: all numbers are of {frame.dtype}, judged as such")
             arrays |= narrow
         for name in (name for name in arrays if name not in LENGTHS):
-            found[name] = layouts.place(name, arrays[name], frame)
+            found[name] = entries.place(name, arrays[name], frame)
     except ValueError as error:
         raise ValueError(f"{path}: {error}") from error
     said = {*options, *arrays, *(OFFSETS if {*LENGTHS} & arrays.keys() else ())}
