@@ -14,7 +14,6 @@ Views = Sequence[View]
 QUERIES, KEYS = 6, 8  # that a picture has room for
 CELLS = 250_000  # of a sequence, beyond which it is not looked at
 SHORTEST = 5  # queries and keys of a sequence that shows a mask
-RIGHT, MORE, LESS = ". as it must be", "+ seen by mistake", "- unseen by mistake"
 
 
 def mask_rule(question: Question) -> str:
@@ -104,7 +103,18 @@ def _drawn(sight: Sight, queries: int) -> list[str]:
         bar = [" |"] * (own < len(cells))  # before what follows the sequence's own keys
         line = f"{label:{wide + 6}}" + "".join(cells[:own] + bar + cells[own:])
         lines.append(line.rstrip(" |"))
-    notes, width = [*_legend(sight, right, found)][: len(lines)], max(map(len, lines)) + 3
+    due, there, width = right > 0, found > 0, max(map(len, lines)) + 3
+    past = "zeros" if sight.zeros else "other keys"
+    legend = {
+        f"sequence {sight.sequence}, head {sight.head}": True,
+        ". as it must be": (due & (right == found)).any(),
+        "+ seen by mistake": (~due & there).any(),
+        "- unseen by mistake": (due & ~there).any(),
+        "a number: so often": (due & there & (right != found)).any(),
+        f"| {past} from here on": sight.keys[-1] >= sight.length,
+        "below 0: keys before its own": sight.keys[0] < 0,
+    }
+    notes = [text for text, holds in legend.items() if holds][: len(lines)]
     beside = zip_longest(lines, notes, fillvalue="")
     return [f"{line:{width}}{note}".rstrip() for line, note in beside]
 
@@ -115,15 +125,3 @@ def _mark(right: float, found: float) -> str:
     if right and found:
         return f"{found:g}" if found == int(found) < 10 else "x"
     return "+" if found else "-"
-
-
-def _legend(sight: Sight, right: np.ndarray, found: np.ndarray) -> Iterator[str]:
-    yield f"sequence {sight.sequence}, head {sight.head}"
-    due, there = right > 0, found > 0
-    marks = {RIGHT: due & (right == found), MORE: ~due & there, LESS: due & ~there}
-    marks["a number: so often"] = due & there & (right != found)
-    yield from (text for text, cells in marks.items() if cells.any())
-    if sight.keys[-1] >= sight.length:
-        yield f"| {'zeros' if sight.zeros else 'other keys'} from here on"
-    if sight.keys[0] < 0:
-        yield "below 0: keys before its own"
