@@ -3,7 +3,6 @@ The set is found on one problem and must hold on a second one of other lengths."
 
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from itertools import zip_longest
 from typing import NamedTuple, Protocol
 
@@ -53,8 +52,7 @@ class Span(NamedTuple):
         return f"{self.low} <= {self.feature} <= {self.high}"
 
 
-@dataclass(frozen=True)
-class Rule:
+class Rule(NamedTuple):
     """Pairs that are in any of ``spans``, or in ``every`` one of them; without spans all pairs."""
 
     spans: tuple[Span, ...]
@@ -85,8 +83,7 @@ class Rule:
         return (" and " if self.every else ", or ").join(map(str, self.spans)) or "all of them"
 
 
-@dataclass(frozen=True, eq=False)
-class Shown:
+class Shown(NamedTuple):
     """Pairs (total_q, total_k) of ``places``: those in question, and those in the set."""
 
     places: Places
