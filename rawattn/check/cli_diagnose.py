@@ -165,8 +165,9 @@ def dump_command(
     CASE is one of the standard cases of --list; without one a random problem is made. Run your
     kernel on its inputs, save the results under the same names, and let the two be explained.
     """
+    every: tuple[Case, ...] = (*standard("small"), *standard_sparse("small"))
     if listing:
-        for one in _standard():
+        for one in every:
             click.echo(f"{one}: {sizes_of(question_of(one))}")
         return
     if case and lengths:
@@ -174,7 +175,7 @@ def dump_command(
     use_simulator()
     rare = [sizes.pop(name) for name in ("softcap", "sinks", "seqused")]
     identify = not (case or lengths or sequence is not None) if identify is None else identify
-    known = [one for one in _standard() if case in (one.name, str(one))]
+    known = [one for one in every if case in (one.name, str(one))]
     if case and not known:
         raise click.UsageError(f"no standard case is called {case!r}; --list shows them")
     chosen = known[0] if case else _random_case(lengths or LENGTHS, **sizes)
@@ -309,10 +310,6 @@ def _of_side(name: str, saved: Saved, question: Question, identify: int) -> Diag
 def _worse(diagnosis: Diagnosis) -> tuple[int, int]:
     """What has no name, and how many findings there are."""
     return sum(one.bug == "unknown" for one in diagnosis.findings), len(diagnosis.findings)
-
-
-def _standard() -> tuple[Case, ...]:
-    return *standard("small"), *standard_sparse("small")
 
 
 def _random_case(lengths: tuple[int, ...], *, heads: int, num_selected: int, **sizes: Any) -> Case:

@@ -7,7 +7,6 @@ import itertools
 import math
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -76,8 +75,7 @@ class Trial(NamedTuple):
         return (self.verdict == "passes") is not (self.kind == "right")
 
 
-@dataclass(frozen=True)
-class Pair:
+class Pair(NamedTuple):
     """What a comparison is fed. kind: "right", or what is wrong."""
 
     name: str

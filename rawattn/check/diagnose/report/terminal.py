@@ -3,7 +3,7 @@
 import re
 import textwrap
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from typing import NamedTuple
 
 from rich.console import Console
 from rich.text import Text
@@ -21,13 +21,12 @@ FORMULA = re.compile(r" ([<>]=?|[+%/]|//) ")  # where no line is broken
 RIGHT = re.compile(r" right\b.*, with rounding as of ")  # a fact about tensors that are
 
 
-@dataclass(frozen=True)
-class About:
+class About(NamedTuple):
     """Whom findings are about. files: where a side comes from. functions: of stages in such files.
     again: the command that shows a finding once more. tally: how many of how many checks fail."""
 
-    files: Mapping[str, str] = field(default_factory=dict)
-    functions: Mapping[str, Mapping[str, str]] = field(default_factory=dict)
+    files: Mapping[str, str] = {}
+    functions: Mapping[str, Mapping[str, str]] = {}
     again: Callable[[Finding], str] = lambda finding: ""
     tally: str = ""
 
@@ -79,7 +78,14 @@ def whole(
     side = "" if alone or not finding.side else f"{finding.side}: "
     head = [Text(line, "bold") for line in _wrapped(label + side + finding.title, width)]
     head[0].stylize(colour, 0, len(label) - 2)
-    lines = [*head, *_place(finding, about, width)]
+    names, file = about.functions.get(finding.side, {}), about.files.get(finding.side, "")
+    called = dict.fromkeys(names[stage] for stage in finding.stages if stage in names)
+    functions = " and ".join(f"{name}()" for name in called)
+    whose = " in ".join(filter(None, (functions, file)))
+    whose = "" if finding.where.endswith(f"/{whose}") else whose
+    where = ", ".join(dict.fromkeys(filter(None, (whose, finding.where))))
+    tally = f"   {about.tally}" if about.tally else ""
+    lines = head + (_led(f"  --> {where}{tally}", 6, width) if where else [])
     if finding.sight is not None and queries:
         drawn = picture(finding.sight, queries, width - 5)
         lines += [Text.assemble(("   | ", "blue"), line) for line in drawn]
@@ -91,18 +97,6 @@ def whole(
     if again := about.again(finding):
         lines.append(Text.assemble(("   = ", "blue"), ("again: ", "bold"), again))
     return lines + _entry("sure", words.sure(finding), width, most)
-
-
-def _place(finding: Finding, about: About, width: int) -> list[Text]:
-    """Where it is: the functions, their file, the tensors; and how many checks fail."""
-    names = about.functions.get(finding.side, {})
-    called = [names[stage] for stage in finding.stages if stage in names]
-    functions = " and ".join(f"{name}()" for name in dict.fromkeys(called))
-    whose = " in ".join(filter(None, (functions, about.files.get(finding.side, ""))))
-    whose = "" if finding.where.endswith(f"/{whose}") else whose
-    where = ", ".join(dict.fromkeys(filter(None, (whose, finding.where))))
-    tally = f"   {about.tally}" if about.tally else ""
-    return _led(f"  --> {where}{tally}", 6, width) if where else []
 
 
 def _entry(label: str, text: str, width: int, most: int = EACH) -> list[Text]:
