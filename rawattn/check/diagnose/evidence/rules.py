@@ -8,6 +8,8 @@ from typing import NamedTuple, Protocol
 
 import numpy as np
 
+from rawattn.check.diagnose.engine.question import Question
+
 Array = np.ndarray
 LENGTHS = {"seqlen_q", "seqlen_k"}  # bounds of which tell the few sequences of a problem apart
 SPLIT = re.compile(r"ceil\(")  # of what is in so many parts, which few lengths tell from tiles
@@ -89,6 +91,17 @@ class Shown(NamedTuple):
     places: Places
     domain: Array
     inside: Array
+
+
+def mask_rule(question: Question) -> str:
+    """Which keys j a query i must see, as people write it; "" where it sees all."""
+    if question.sparse:
+        return ""
+    left, right = question.mask_window
+    last = "" if question.lengths_q == question.lengths_k else " + seqlen_k - seqlen_q"
+    lower = f"i{last} - {left} <= " if left >= 0 else ""
+    upper = "" if right < 0 else f" <= i{last}" + (f" + {right}" if right else "")
+    return f"{lower}j{upper}" if lower or upper else ""
 
 
 def rules_of(*shown: Shown, among: Iterable[str] | None = None) -> Iterator[Rule]:

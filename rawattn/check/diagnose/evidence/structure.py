@@ -74,7 +74,13 @@ class _Rows:
 
     def __init__(self, question: Question, tensor: str, heads: int) -> None:
         q, side, h = question, side_of(tensor), np.arange(heads)[:, None]
-        sequence, i, (count, seen) = q.sequence_of(side), q.place_of(side)[None], _reach(q)
+        sequence, i = q.sequence_of(side), q.place_of(side)[None]
+        count = np.zeros(q.q.shape[:2], dtype=np.int64)  # keys that queries see
+        seen = np.zeros(q.k.shape[:2], dtype=bool)  # by any query
+        for view in views_of(q):
+            weight = np.broadcast_to(view.weight > 0, (len(view.heads), *view.weight.shape[1:]))
+            count[np.ix_(view.rows, view.heads)] = weight.sum(axis=2).T
+            seen[view.keys, view.head_kv] = weight.any(axis=(0, 1))
         of_q, of_k = (np.asarray(x)[sequence][None] for x in (q.lengths_q, q.lengths_k))
         n, at, size = np.diff(q.offsets(side))[sequence], "ij"[side == "k"], f"seqlen_{side}"
         self.j = np.repeat(i, heads, axis=0)
@@ -95,17 +101,6 @@ class _Rows:
 
     def feature(self, name: str) -> Array:
         return self.features[name]()
-
-
-def _reach(question: Question) -> tuple[Array, Array]:
-    """How many keys queries see, (total_q, num_heads_q); which are seen (total_k, num_heads_kv)."""
-    count = np.zeros(question.q.shape[:2], dtype=np.int64)
-    seen = np.zeros(question.k.shape[:2], dtype=bool)
-    for view in views_of(question):
-        weight = np.broadcast_to(view.weight > 0, (len(view.heads), *view.weight.shape[1:]))
-        count[np.ix_(view.rows, view.heads)] = weight.sum(axis=2).T
-        seen[view.keys, view.head_kv] = weight.any(axis=(0, 1))
-    return count, seen
 
 
 def intermediates(question: Question, answers: Answers, sequence: int) -> Answers:

@@ -257,9 +257,8 @@ def frame_of(inputs: Arrays, layout: str) -> Frame:
 def offsets_of(inputs: Arrays, side: str) -> np.ndarray | None:
     """cu_seqlens of a side from offsets or lengths; None where neither is there."""
     for name, of_lengths in ((f"cu_seqlens_{side}", False), (f"lengths_{side}", True)):
-        if name not in inputs:
+        if (given := inputs.get(name)) is None:
             continue
-        given = inputs[name]
         if given.ndim != 1 or (np.asarray(given, dtype=np.float64) % 1).any():
             raise ValueError(f"{name} is {given.tolist()!r}; it must be a list of integers")
         found = given.astype(np.int64)

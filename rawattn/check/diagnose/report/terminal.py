@@ -1,15 +1,17 @@
-"""A diagnosis on the terminal: a short form of each cause, and behind it what it rests on."""
+"""A diagnosis on the terminal: a short form of each cause, and behind it what it rests on. Who sees
+whom is a picture: a query a line, a key a column."""
 
 import re
 import textwrap
 from collections.abc import Callable, Mapping
+from dataclasses import replace
+from itertools import zip_longest
 from typing import NamedTuple
 
 from rich.console import Console
 from rich.text import Text
 
-from rawattn.check.diagnose.evidence.sight import picture
-from rawattn.check.diagnose.findings import Diagnosis, Finding
+from rawattn.check.diagnose.findings import Diagnosis, Finding, Sight
 from rawattn.check.diagnose.report import words
 
 HEADS = {"rounding": ("note", "bold green"), "vacuous": ("warning", "bold magenta")}
@@ -124,3 +126,51 @@ def _wrapped(text: str, width: int, indent: str = "    ") -> list[str]:
     whole = FORMULA.sub("\N{NO-BREAK SPACE}\\1\N{NO-BREAK SPACE}", text)
     lines = textwrap.wrap(whole, width, subsequent_indent=indent, break_on_hyphens=False)
     return [line.replace("\N{NO-BREAK SPACE}", " ") for line in lines]
+
+
+def picture(sight: Sight, queries: int = 6, width: int = 80) -> list[str]:
+    """A header and a line for each query, with what marks mean; a narrow ``width`` takes keys."""
+    while max(map(len, lines := _drawn(sight, queries))) > width and len(sight.keys) > 1:
+        last = bool((sight.right != sight.found)[:queries, -1].any())
+        kept = slice(1, None) if last else slice(-1)
+        right, found = sight.right[:, kept], sight.found[:, kept]
+        sight = replace(sight, keys=sight.keys[kept], right=right, found=found)
+    return lines
+
+
+def _drawn(sight: Sight, queries: int) -> list[str]:
+    right, found = sight.right[:queries], sight.found[:queries]
+    wide = max(len(str(key)) for key in (*sight.keys, *sight.queries)) + 1
+    own = sum(key < sight.length for key in sight.keys)
+    rows = [("  key", [*map(str, sight.keys)])]
+    for n, (query, a, b) in enumerate(zip(sight.queries, right, found, strict=False)):
+        marks = [_mark(x, y) for x, y in zip(a, b, strict=True)]
+        rows.append((f"{'' if n else 'query':6}{query:>{wide - 1}}", marks))
+    lines = []
+    for label, cells in rows:
+        cells = [f"{cell:>{wide}}" for cell in cells]
+        bar = [" |"] * (own < len(cells))  # before what follows the sequence's own keys
+        line = f"{label:{wide + 6}}" + "".join(cells[:own] + bar + cells[own:])
+        lines.append(line.rstrip(" |"))
+    due, there, width = right > 0, found > 0, max(map(len, lines)) + 3
+    past = "zeros" if sight.zeros else "other keys"
+    legend = {
+        f"sequence {sight.sequence}, head {sight.head}": True,
+        ". as it must be": (due & (right == found)).any(),
+        "+ seen by mistake": (~due & there).any(),
+        "- unseen by mistake": (due & ~there).any(),
+        "a number: so often": (due & there & (right != found)).any(),
+        f"| {past} from here on": sight.keys[-1] >= sight.length,
+        "below 0: keys before its own": sight.keys[0] < 0,
+    }
+    notes = [text for text, holds in legend.items() if holds][: len(lines)]
+    beside = zip_longest(lines, notes, fillvalue="")
+    return [f"{line:{width}}{note}".rstrip() for line, note in beside]
+
+
+def _mark(right: float, found: float) -> str:
+    if right == found:
+        return "." if right else ""
+    if right and found:
+        return f"{found:g}" if found == int(found) < 10 else "x"
+    return "+" if found else "-"
