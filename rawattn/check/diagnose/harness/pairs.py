@@ -25,6 +25,7 @@ DTYPES = ("float32", "float16", "bfloat16")
 SIZES = (100.0, 1.0, 1e-3, 1e-4)  # the same; the last two: gradients of a loss that is a mean
 SHAPES: tuple[Shape, ...] = ((96, 32), (96, 4, 16), (2, 4, 24, 16))
 PLACES = ("rows shifted by one", "transposed at equal size")
+FACTORS = (0.0, 0.5, 1.05, 1.43, 2.0, 4.0, -1.0)  # of results that are multiples of right ones
 MULTIPLES = ("x = 0.5 ref", "x = 2 ref", "x = 4 ref")
 OTHER_SIGN = str.maketrans("+-", "-+")  # in the names of offsets
 BY_KIND = {"nan": "harness-ignores-nan", "shape": "harness-broadcasts", "vacuous": "vacuous"}
@@ -113,51 +114,46 @@ def wrongs(shape: Shape, dtype: str, *, size: float = 1.0, wide: bool = False) -
     rng = np.random.default_rng(0)
     exact, kind = _draw(shape, rng, size), dtype_of(dtype)
     x, eps = exact.astype(kind), float(np.spacing(np.ones((), kind)))
-    ref = exact if wide else x
-    pairs = [Pair("x and ref both 0", "vacuous", np.zeros_like(x), np.zeros_like(ref))]
-    for name, group, changed in _changed(exact, rng, eps):
-        pair = Pair(name, group, changed.reshape(shape).astype(kind), ref)
-        pairs += [pair] if pair.error > GENEROUS * eps else []
-    shapes = (
-        ("x of shape (1, ...) where ref repeats it", x[:1], np.broadcast_to(ref[:1], shape)),
-        ("an axis too many, x = ref[None]", x[None], ref),
-        ("one too few along the first axis", x[:-1], ref),
-        ("an empty x", x[:0], ref),
-    )
-    return pairs + [Pair(name, "shape", a, b) for name, a, b in shapes if a.shape != b.shape]
-
-
-def _changed(
-    exact: np.ndarray, rng: np.random.Generator, eps: float
-) -> Iterator[tuple[str, str, np.ndarray]]:
-    """Name, kind and values of wrong results with as many elements."""
-    rows = exact.reshape(-1, exact.shape[-1])
-    quarter, middle = len(rows) // 4, len(rows) // 2
+    ref, rows = exact if wide else x, exact.reshape(-1, shape[-1])
+    some, middle = slice(len(rows) // 4), len(rows) // 2  # a quarter of them
     at = np.unravel_index(np.abs(rows).argmax(), rows.shape)
-    largest = np.abs(rows[at])
+    largest, others = np.abs(rows[at]), rows[some.stop : 2 * some.stop]
 
     def spoiled(where: Any, values: Any) -> np.ndarray:
         changed = rows.copy()
         changed[where] = values
         return changed
 
-    for factor in (0.0, 0.5, 1.05, 1.43, 2.0, 4.0, -1.0):
-        yield f"x = {factor:g} ref", "scaled" if factor else "zeros", exact * factor
-    yield PLACES[0], "places", np.roll(rows, 1, axis=0)
-    yield PLACES[1], "places", exact.swapaxes(0, 1)
-    yield "other data of the same size", "part", _draw(rows.shape, rng, largest / LARGEST)
-    first, second = rows[:quarter], rows[quarter : 2 * quarter]
-    yield "a quarter of the rows taken from the next", "part", spoiled(slice(quarter), second)
-    yield "a quarter of the rows 1.43 times as large", "part", spoiled(slice(quarter), 1.43 * first)
-    yield "a row of zeros", "row", spoiled(middle, 0.0)
-    yield "one NaN", "nan", spoiled((middle, 0), np.nan)
-    yield "one inf", "nan", spoiled((middle, 0), np.inf)
+    changes: list[tuple[str, str, np.ndarray]] = [
+        *((f"x = {by:g} ref", "scaled" if by else "zeros", exact * by) for by in FACTORS),
+        (PLACES[0], "places", np.roll(rows, 1, axis=0)),
+        (PLACES[1], "places", exact.swapaxes(0, 1)),
+        ("other data of the same size", "part", _draw(rows.shape, rng, largest / LARGEST)),
+        ("a quarter of the rows taken from the next", "part", spoiled(some, others)),
+        ("a quarter of the rows 1.43 times as large", "part", spoiled(some, 1.43 * rows[some])),
+        ("a row of zeros", "row", spoiled(middle, 0.0)),
+        ("one NaN", "nan", spoiled((middle, 0), np.nan)),
+        ("one inf", "nan", spoiled((middle, 0), np.inf)),
+    ]
     for share in (1.0, 0.1, 0.01):
         changed = spoiled(at, (1 + share) * rows[at])
-        yield f"the largest element off by {share:.0%}", "element", changed
+        changes.append((f"the largest element off by {share:.0%}", "element", changed))
     for share, words in ((0.25, "25%"), (16 * eps, "16 eps")):
-        yield f"every element off by +{words} of the largest", "offset", exact + share * largest
-        yield f"every element off by -{words} of the largest", "offset", exact - share * largest
+        for sign, by in (("+", share), ("-", -share)):
+            name = f"every element off by {sign}{words} of the largest"
+            changes.append((name, "offset", exact + by * largest))
+    pairs = (Pair(name, of, y.reshape(shape).astype(kind), ref) for name, of, y in changes)
+    shapes = (
+        ("x of shape (1, ...) where ref repeats it", x[:1], np.broadcast_to(ref[:1], shape)),
+        ("an axis too many, x = ref[None]", x[None], ref),
+        ("one too few along the first axis", x[:-1], ref),
+        ("an empty x", x[:0], ref),
+    )
+    return [
+        Pair("x and ref both 0", "vacuous", np.zeros_like(x), np.zeros_like(ref)),
+        *(pair for pair in pairs if pair.error > GENEROUS * eps),
+        *(Pair(name, "shape", a, b) for name, a, b in shapes if a.shape != b.shape),
+    ]
 
 
 def _draw(shape: Shape, rng: np.random.Generator, size: float) -> np.ndarray:
