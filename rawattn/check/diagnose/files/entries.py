@@ -4,9 +4,9 @@ padding, heads first. Long by all that may be there."""
 import json
 import zipfile
 from collections.abc import Callable
-from dataclasses import dataclass, fields
+from dataclasses import fields
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import ml_dtypes
 import numpy as np
@@ -67,8 +67,7 @@ FOREIGN = ("dropoutp", "dropout", "alibislopes", "bias")
 ENOUGH = 16  # different numbers, all of 16 bits, that are no coincidence
 
 
-@dataclass(frozen=True)
-class Frame:
+class Frame(NamedTuple):
     """The sizes that all arrays of a problem share, by side "q" or "k" where these differ.
     layout: of arrays with a batch. total: of packed rows. widths: of k and v. dtype: of q."""
 

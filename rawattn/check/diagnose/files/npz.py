@@ -3,7 +3,7 @@ be read is a ValueError; what was guessed or left out is a note. Long by what fi
 
 import json
 import math
-from dataclasses import fields, replace
+from dataclasses import fields
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -79,15 +79,14 @@ def read(path: str | Path, frame: Frame | None = None) -> Saved:
         elif frame is None:
             return Saved(str(path), options, {}, tuple(notes), None, {})
         else:
-            frame = replace(frame, layout=layout or frame.layout)
+            frame = frame._replace(layout=layout or frame.layout)
             given = {f"cu_seqlens_{side}": entries.offsets_of(arrays, side) for side in "qk"}
             found |= {name: offsets for name, offsets in given.items() if offsets is not None}
         results = {n: x for n, x in arrays.items() if n in NARROW}
         if narrow := narrowed(results, frame.dtype) if frame.dtype.itemsize == 2 else {}:
             notes.append(f"{', '.join(narrow)}: all numbers are of {frame.dtype}, judged as such")
             arrays |= narrow
-        for name in (name for name in arrays if name not in LENGTHS):
-            found[name] = entries.place(name, arrays[name], frame)
+        found |= {n: entries.place(n, x, frame) for n, x in arrays.items() if n not in LENGTHS}
     except ValueError as error:
         raise ValueError(f"{path}: {error}") from error
     said = {*options, *arrays, *(OFFSETS if {*LENGTHS} & arrays.keys() else ())}
