@@ -235,8 +235,7 @@ def _repeated(*arguments: object) -> Callable[[Finding], str]:
 
 
 def _of_files(*files: Path) -> Diagnosis:
-    """The diagnosis of one side or of two. How their inputs differ is its first finding; ``facts``
-    say what was read, and what was not."""
+    """The diagnosis of one side or of two; ``facts`` say what was read, and what was not."""
     with refused():
         pair = load_two(*files)
     paths = " and ".join(saved.path for saved in pair.sides)

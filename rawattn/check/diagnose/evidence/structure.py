@@ -52,10 +52,9 @@ def where(question: Question, tensor: str, bad: Array, among: Array | bool = Tru
         yield f"every {row}"
         return
     of_heads, of_sequences = np.flatnonzero(bad.any(axis=0)), np.unique(within[bad.any(axis=1)])
-    sequences = len(np.unique(within[there]))
     if len(of_heads) < heads:
         yield f"only {named(head, of_heads)} of {heads}"
-    if len(of_sequences) < sequences:
+    if len(of_sequences) < (sequences := len(np.unique(within[there]))):
         yield f"only {named('sequence', of_sequences)} of {sequences}"
     places = _Rows(question, tensor, heads)
     whole = np.broadcast_to(there[:, None] & among, bad.shape)

@@ -1,5 +1,4 @@
-"""Who sees whom, and how often, as it was read: the difference from the mask in rules; and in
-a small part, with a bug and without."""
+"""Who sees whom, and how often: as it was read, in rules; with a bug, in a small part."""
 
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
