@@ -18,13 +18,13 @@ from rawattn.check.candidate import Unsupported, load
 from rawattn.check.cases import DTYPES, Case, standard, with_options
 from rawattn.check.diagnose.engine.question import STAGES, Question
 from rawattn.check.diagnose.evidence import structure
-from rawattn.check.diagnose.files.npz import Pair, Saved, dump, load_two
+from rawattn.check.diagnose.files.npz import Saved, dump, load_two
 from rawattn.check.diagnose.findings import Diagnosis, Finding, of_sides
 from rawattn.check.diagnose.harness import pairs
 from rawattn.check.diagnose.judge import meant
 from rawattn.check.diagnose.judge.diagnosis import diagnose, sizes_of
 from rawattn.check.diagnose.judge.failures import answers_of, question_of, reference_answers, small
-from rawattn.check.diagnose.judge.proofs import finding, of_past, of_sinks
+from rawattn.check.diagnose.judge.proofs import of_past, of_sinks
 from rawattn.check.diagnose.judge.whole import of_all
 from rawattn.check.diagnose.logs.explain import explain_log
 from rawattn.check.diagnose.read.packed import packed, read_packed
@@ -165,8 +165,9 @@ def dump_command(
     CASE is one of the standard cases of --list; without one a random problem is made. Run your
     kernel on its inputs, save the results under the same names, and let the two be explained.
     """
+    every: tuple[Case, ...] = (*standard("small"), *standard_sparse("small"))
     if listing:
-        for one in _standard():
+        for one in every:
             click.echo(f"{one}: {sizes_of(question_of(one))}")
         return
     if case and lengths:
@@ -174,7 +175,7 @@ def dump_command(
     use_simulator()
     rare = [sizes.pop(name) for name in ("softcap", "sinks", "seqused")]
     identify = not (case or lengths or sequence is not None) if identify is None else identify
-    known = [one for one in _standard() if case in (one.name, str(one))]
+    known = [one for one in every if case in (one.name, str(one))]
     if case and not known:
         raise click.UsageError(f"no standard case is called {case!r}; --list shows them")
     chosen = known[0] if case else _random_case(lengths or LENGTHS, **sizes)
@@ -246,8 +247,23 @@ def _of_files(*files: Path) -> Diagnosis:
     if not any(saved.answers for saved in pair.sides):
         raise click.UsageError(f"{paths}: there are inputs, but no results (out, lse, dq, ...)")
     identify = max(saved.identify for saved in pair.sides)
-    sides = zip("AB", pair.sides, questions, strict=False)
-    return _joined(pair, {side[0]: _of_side(*side, identify) for side in sides if side[1].answers})
+    sides = dict(zip("AB", pair.sides, strict=False))
+    of_each = zip(sides.items(), questions, strict=True)
+    judged = {of[0]: _of_side(*of, question, identify) for of, question in of_each if of[1].answers}
+    titles = [f"{name} ({sides[name].path})" for name in judged]
+    titles += ["the float64 reference"] if len(titles) == 1 else []
+    found = of_sides(" against ".join(titles), judged)
+    findings, facts = list(found.findings), list(found.facts)
+    if pair.apart:
+        title = "the two sides had different inputs, so that comparing their results says nothing"
+        look_at = "what each side was given: save both from one run, with the very inputs of it"
+        where = "the inputs of A and of B"
+        findings.insert(0, Finding("both", "vacuous", title, where, "proved", pair.apart, look_at))
+    for name, saved in sides.items():
+        there = ", ".join(saved.answers) or "inputs alone"
+        facts += [f"{name} is {saved.path}: {there}", *(f"{name}: {note}" for note in saved.notes)]
+    facts += pair.notes
+    return replace(found, findings=tuple(findings), facts=tuple(dict.fromkeys(facts)))
 
 
 def _of_side(name: str, saved: Saved, question: Question, identify: int) -> Diagnosis:
@@ -267,9 +283,8 @@ def _of_side(name: str, saved: Saved, question: Question, identify: int) -> Diag
         other = diagnose(replace(question, **changes), saved.answers, side=name)
         if not other.findings:
             title = f"right if {option} was meant, which is not said"
-            given = (name, "vacuous", saved.path, "high", saved.notes)
-            one = finding(*given, title=title, look_at="what was meant: save it too")
-            return replace(other, findings=(one,))
+            given = title, saved.path, "high", saved.notes, "what was meant: save it too"
+            return replace(other, findings=(Finding(name, "vacuous", *given),))
         if _worse(other) < _worse(diagnosis):
             fact = f"{name}: {option} is not said, and taken: then less is wrong"
             diagnosis = replace(other, facts=(*other.facts, fact))
@@ -279,45 +294,21 @@ def _of_side(name: str, saved: Saved, question: Question, identify: int) -> Diag
         if names and stage not in question.stages:
             title = f"not judged, since there is no {needed}: {names}"
             look = "what was saved: add dout (grad_out) for gradients; tq, tk, tv for a direction"
-            given = (name, "vacuous", saved.path, "proved", ())
-            found.append(finding(*given, title=title, look_at=look))
+            found.append(Finding(name, "vacuous", title, saved.path, "proved", (), look))
     found += of_past(question, saved.answers, name)
     parting, facts = structure.parting(question, saved.answers, saved.matrices), diagnosis.facts
     if parting is not None:
         facts = (*facts, f"{name}, step by step: {parting.text}")
         if not found and parting.step:
             title = f"{parting.step} is wrong, and no result shows it"
-            given = (name, "unknown", parting.step, "medium", (parting.text,))
-            found.append(finding(*given, title=title, look_at=structure.MADE[parting.step]))
+            said = title, parting.step, "medium", (parting.text,), structure.MADE[parting.step]
+            found.append(Finding(name, "unknown", *said))
     return replace(diagnosis, findings=tuple(found), facts=facts)
 
 
 def _worse(diagnosis: Diagnosis) -> tuple[int, int]:
     """What has no name, and how many findings there are."""
     return sum(one.bug == "unknown" for one in diagnosis.findings), len(diagnosis.findings)
-
-
-def _joined(pair: Pair, judged: dict[str, Diagnosis]) -> Diagnosis:
-    """One diagnosis of both sides; how their inputs differ, if they do, is its first finding."""
-    sides = dict(zip("AB", pair.sides, strict=False))
-    titles = [f"{name} ({sides[name].path})" for name in judged]
-    titles += ["the float64 reference"] if len(titles) == 1 else []
-    found = of_sides(" against ".join(titles), judged)
-    findings, facts = list(found.findings), list(found.facts)
-    if pair.apart:
-        title = "the two sides had different inputs, so that comparing their results says nothing"
-        look_at = "what each side was given: save both from one run, with the very inputs of it"
-        given = ("both", "vacuous", "the inputs of A and of B", "proved", pair.apart)
-        findings.insert(0, finding(*given, title=title, look_at=look_at))
-    for name, saved in sides.items():
-        there = ", ".join(saved.answers) or "inputs alone"
-        facts += [f"{name} is {saved.path}: {there}", *(f"{name}: {note}" for note in saved.notes)]
-    facts += pair.notes
-    return replace(found, findings=tuple(findings), facts=tuple(dict.fromkeys(facts)))
-
-
-def _standard() -> tuple[Case, ...]:
-    return *standard("small"), *standard_sparse("small")
 
 
 def _random_case(lengths: tuple[int, ...], *, heads: int, num_selected: int, **sizes: Any) -> Case:

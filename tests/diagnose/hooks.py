@@ -51,7 +51,6 @@ def times(number: Callable[[Head], Any]) -> Hooks:
 
 def window(left: int = 0, right: int = 0) -> Hooks:
     """Sides of the window that are moved, where it has them."""
-
     return {"seen": lambda c, x: in_window(c.p, c.j, c.window, left, right)}
 
 

@@ -1,8 +1,5 @@
-"""Text logs: tensors are read as they stand, and what is said of them can be proved.
-
-Long by two logs that people really had, in figures, and by the bugs and right results that are
-printed anew here.
-"""
+"""Text logs: tensors are read as they stand, and what is said of them can be proved. Long by two
+logs that people really had, in figures, and by bugs and right results that are printed anew."""
 
 import math
 from collections.abc import Callable

@@ -42,12 +42,8 @@ def test_the_first_that_parts_is_named(question: Question, name: str) -> None:
     found = parting(question, {}, own)
     assert found is not None and found.step == name and name in MADE
     assert found.agree == tuple(NAMES[: NAMES.index(name)])
-    for part in (
-        "sequence 2",
-        "in 1 of",
-        "heads 1 to 1, most at 1; queries 3 to 3, most at 3; keys 2",
-    ):
-        assert part in found.text
+    place = "heads 1 to 1, most at 1; queries 3 to 3, most at 3; keys 2"
+    assert all(part in found.text for part in ("sequence 2", "in 1 of", place))
 
 
 def test_what_is_right(question: Question) -> None:

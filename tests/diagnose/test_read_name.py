@@ -159,6 +159,7 @@ BUGS = {name: Bug(FORWARD, *row) for name, row in _FORWARD.items()}
 BUGS |= {name: Bug(BACKWARD, *row) for name, row in _BACKWARD.items()}
 FINE = ("scaled sink", "another sink")  # 16 bits do not show them
 NOT_PLANTED = ("NaN",)
+OFF_BY_ONE = "the causal mask is off by one key"
 
 
 def alike(bug: Bug, dtype: str) -> Case:
@@ -195,11 +196,7 @@ def test_bugs_are_read_and_planted(name: str, dtype: str) -> None:
     [
         ("bias", "score-bias", "added to the scores: -0.03 |j - i|"),
         ("back", "unknown", "dS is multiplied by exp of -0.0202 |j - i|"),
-        (
-            "j <= i + 1",
-            "causal-off-by-one",
-            "the causal mask is off by one key: the mask is j <= i + 1",
-        ),
+        ("j <= i + 1", "causal-off-by-one", f"{OFF_BY_ONE}: the mask is j <= i + 1"),
         ("open tile", "wrong-keys", "a query sees too many keys: j // 16 - i // 16 = 0"),
         ("rows of dq", "rows-not-written", "dS of dq misses pairs: i % 16 <= 3"),
     ],
@@ -237,7 +234,6 @@ def test_a_function_may_want_multiples() -> None:
 
 def test_what_gives_other_numbers_is_not_sure() -> None:
     """A function that is wrong for other v than it is read with: nothing is claimed of it."""
-
     right = candidate(plain.RIGHT, FORWARD)
 
     def moody(q: Any, k: Any, v: Any, cu_seqlens: Any, **options: Any) -> Any:

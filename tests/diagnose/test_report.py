@@ -16,9 +16,9 @@ from rich.console import Console
 
 from rawattn.check.diagnose.catalogue import classes, masks
 from rawattn.check.diagnose.engine.attention import solve
-from rawattn.check.diagnose.evidence.sight import picture, sight_of
+from rawattn.check.diagnose.evidence.support import sight_of
 from rawattn.check.diagnose.findings import Diagnosis, Finding
-from rawattn.check.diagnose.harness.causes import HARNESS
+from rawattn.check.diagnose.harness.pairs import HARNESS
 from rawattn.check.diagnose.judge.diagnosis import diagnose
 from rawattn.check.diagnose.report import terminal
 from rawattn.check.diagnose.report.page import WIDTH, page
@@ -92,7 +92,7 @@ def test_the_picture_is_right(form: str) -> None:
     bug = next(bug for bug in masks.masks(question) if bug.variant == form)
     sight = sight_of(question, bug)
     assert sight is not None
-    lines = picture(sight)
+    lines = terminal.picture(sight)
     columns = slice(9, 9 + 2 * len(sight.keys))
     assert lines[0][columns].split() == list(map(str, range(keys)))
     assert [line[columns].rstrip() for line in lines[1:]] == wanted.split("|")

@@ -42,25 +42,17 @@ PLANTS: dict[str, Hooks] = {
     "without seqlen_k - seqlen_q": NOT_ALIGNED,
     "W holds W - e": {"W": lambda c, x: x - (c.P * c.E).sum(axis=1, keepdims=True)},
 }
+IN_BASE_2 = {"softmax": lambda c, x: (c.top + (x[0] - c.top) / LN_2, x[1])}
+NO_LOG = {"softmax": lambda c, x: (c.top + np.exp(x[0] - c.top), x[1])}
+DIVIDED_TWICE = {"softmax": lambda c, x: (x[0], x[1] * np.exp(c.top - x[0]))}
+OTHER_NUMBERS = {"D": lambda c, x: x + (c.i % 16 > 11) * np.sin(c.i)}
 FIRST: dict[str, tuple[str, Hooks]] = {
-    "in base 2: lse holds row_max + 1.44 log(row_sum)": (
-        "forward",
-        {"softmax": lambda c, x: (c.top + (x[0] - c.top) / LN_2, x[1])},
-    ),
-    "lse holds row_max + row_sum": (
-        "forward",
-        {"softmax": lambda c, x: (c.top + np.exp(x[0] - c.top), x[1])},
-    ),
-    "out is there holds 1 / row_sum": (
-        "forward",
-        {"softmax": lambda c, x: (x[0], x[1] * np.exp(c.top - x[0]))},
-    ),
+    "in base 2: lse holds row_max + 1.44 log(row_sum)": ("forward", IN_BASE_2),
+    "lse holds row_max + row_sum": ("forward", NO_LOG),
+    "out is there holds 1 / row_sum": ("forward", DIVIDED_TWICE),
     "D holds that of other rows: (heads, tokens) read as (token": ("backward", delta(of_packed)),
     "D holds D - 0.3 lse": ("backward", {"D": lambda c, x: x - 0.3 * c.L}),
-    "D holds other numbers, not D, the rows with i % 16 >= 12": (
-        "backward",
-        {"D": lambda c, x: x + (c.i % 16 > 11) * np.sin(c.i)},
-    ),
+    "D holds other numbers, not D, the rows with i % 16 >= 12": ("backward", OTHER_NUMBERS),
 }
 
 

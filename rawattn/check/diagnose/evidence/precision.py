@@ -170,10 +170,8 @@ def fit(
     """``found`` against ``wanted``, whose noise shows in ``rounded``; went_in: sizes of rows."""
     a, b, c = (by_rows(name, x) for x in (found, wanted, rounded))
     difference = residual(a, b, rows)
-    if not difference.size:
-        return Fit(0.0, 0.0, 0.0)
-    if not np.isfinite(difference).all():
-        return Fit(math.inf, math.inf, math.inf)
+    if not difference.size or not np.isfinite(difference).all():
+        return Fit(*[math.inf if difference.size else 0.0] * 3)
     size = _row_rms(b)
     with np.errstate(invalid="ignore"):
         error = factor * _row_rms(c - b)

@@ -3,11 +3,12 @@ The set is found on one problem and must hold on a second one of other lengths."
 
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from itertools import zip_longest
 from typing import NamedTuple, Protocol
 
 import numpy as np
+
+from rawattn.check.diagnose.engine.question import Question
 
 Array = np.ndarray
 LENGTHS = {"seqlen_q", "seqlen_k"}  # bounds of which tell the few sequences of a problem apart
@@ -53,8 +54,7 @@ class Span(NamedTuple):
         return f"{self.low} <= {self.feature} <= {self.high}"
 
 
-@dataclass(frozen=True)
-class Rule:
+class Rule(NamedTuple):
     """Pairs that are in any of ``spans``, or in ``every`` one of them; without spans all pairs."""
 
     spans: tuple[Span, ...]
@@ -85,13 +85,23 @@ class Rule:
         return (" and " if self.every else ", or ").join(map(str, self.spans)) or "all of them"
 
 
-@dataclass(frozen=True, eq=False)
-class Shown:
+class Shown(NamedTuple):
     """Pairs (total_q, total_k) of ``places``: those in question, and those in the set."""
 
     places: Places
     domain: Array
     inside: Array
+
+
+def mask_rule(question: Question) -> str:
+    """Which keys j a query i must see, as people write it; "" where it sees all."""
+    if question.sparse:
+        return ""
+    left, right = question.mask_window
+    last = "" if question.lengths_q == question.lengths_k else " + seqlen_k - seqlen_q"
+    lower = f"i{last} - {left} <= " if left >= 0 else ""
+    upper = "" if right < 0 else f" <= i{last}" + (f" + {right}" if right else "")
+    return f"{lower}j{upper}" if lower or upper else ""
 
 
 def rules_of(*shown: Shown, among: Iterable[str] | None = None) -> Iterator[Rule]:

@@ -52,10 +52,9 @@ def where(question: Question, tensor: str, bad: Array, among: Array | bool = Tru
         yield f"every {row}"
         return
     of_heads, of_sequences = np.flatnonzero(bad.any(axis=0)), np.unique(within[bad.any(axis=1)])
-    sequences = len(np.unique(within[there]))
     if len(of_heads) < heads:
         yield f"only {named(head, of_heads)} of {heads}"
-    if len(of_sequences) < sequences:
+    if len(of_sequences) < (sequences := len(np.unique(within[there]))):
         yield f"only {named('sequence', of_sequences)} of {sequences}"
     places = _Rows(question, tensor, heads)
     whole = np.broadcast_to(there[:, None] & among, bad.shape)
@@ -74,7 +73,13 @@ class _Rows:
 
     def __init__(self, question: Question, tensor: str, heads: int) -> None:
         q, side, h = question, side_of(tensor), np.arange(heads)[:, None]
-        sequence, i, (count, seen) = q.sequence_of(side), q.place_of(side)[None], _reach(q)
+        sequence, i = q.sequence_of(side), q.place_of(side)[None]
+        count = np.zeros(q.q.shape[:2], dtype=np.int64)  # keys that queries see
+        seen = np.zeros(q.k.shape[:2], dtype=bool)  # by any query
+        for view in views_of(q):
+            weight = np.broadcast_to(view.weight > 0, (len(view.heads), *view.weight.shape[1:]))
+            count[np.ix_(view.rows, view.heads)] = weight.sum(axis=2).T
+            seen[view.keys, view.head_kv] = weight.any(axis=(0, 1))
         of_q, of_k = (np.asarray(x)[sequence][None] for x in (q.lengths_q, q.lengths_k))
         n, at, size = np.diff(q.offsets(side))[sequence], "ij"[side == "k"], f"seqlen_{side}"
         self.j = np.repeat(i, heads, axis=0)
@@ -95,17 +100,6 @@ class _Rows:
 
     def feature(self, name: str) -> Array:
         return self.features[name]()
-
-
-def _reach(question: Question) -> tuple[Array, Array]:
-    """How many keys queries see, (total_q, num_heads_q); which are seen (total_k, num_heads_kv)."""
-    count = np.zeros(question.q.shape[:2], dtype=np.int64)
-    seen = np.zeros(question.k.shape[:2], dtype=bool)
-    for view in views_of(question):
-        weight = np.broadcast_to(view.weight > 0, (len(view.heads), *view.weight.shape[1:]))
-        count[np.ix_(view.rows, view.heads)] = weight.sum(axis=2).T
-        seen[view.keys, view.head_kv] = weight.any(axis=(0, 1))
-    return count, seen
 
 
 def intermediates(question: Question, answers: Answers, sequence: int) -> Answers:

@@ -1,4 +1,4 @@
-"""Who sees whom, and how often, as it was read: the difference from the mask in rules."""
+"""Who sees whom, and how often: as it was read, in rules; with a bug, in a small part."""
 
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
@@ -6,10 +6,11 @@ from itertools import islice, product
 
 import numpy as np
 
-from rawattn.check.diagnose.engine.attention import See, View, views_of
+from rawattn.check.diagnose.engine.attention import Bug, See, View, views_of
 from rawattn.check.diagnose.engine.question import Question
 from rawattn.check.diagnose.evidence.places import Array, Places, places_of
 from rawattn.check.diagnose.evidence.rules import Rule, Shown, rules_of
+from rawattn.check.diagnose.findings import Sight
 
 MORE, LESS, OTHER = "sees too many keys", "misses keys", "sees keys that are not its own"
 KINDS = (MORE, LESS, OTHER)
@@ -17,7 +18,11 @@ OWN, ANY = "sees the keys of", "sees, of all sequences, the keys of"  # and no o
 NO_RULE = "by no plain rule"
 COMBINED = 120  # of parts
 RULES, APART = 1000, 60  # of a part: rules that are tried elsewhere, and of those not alike there
+QUERIES, KEYS = 6, 8  # that a picture has room for
+CELLS = 250_000  # of a sequence, beyond which it is not looked at
+SHORTEST = 5  # queries and keys of a sequence that shows a mask
 LOST = 2  # groups of heads that no rule tells, after which no others are looked at
+Views = Sequence[View]
 _Read = tuple[Places, Array, Array]  # on a problem, by head: pairs that are known, or of a kind
 
 
@@ -208,3 +213,55 @@ def _domain(places: Places, kind: str) -> Array:
     if kind in (OWN, ANY):
         return places.own if kind == OWN else np.broadcast_to(places.b >= 0, places.own.shape)
     return places.own & ~places.right if kind == MORE else places.right
+
+
+def sight_of(question: Question, bug: Bug) -> Sight | None:
+    """A part where queries see other keys with ``bug`` than they must; None where there is none."""
+    if bug.see is None:
+        return None
+    right = views_of(question)
+    try:
+        found = tuple(bug.see(question, right))
+    except (IndexError, ValueError):  # one that was found beside another, which changes the views
+        return None
+    sizes = [q * k for q, k in zip(question.lengths_q, question.lengths_k, strict=True)]
+    fit = [b for b, size in enumerate(sizes) if size <= CELLS and question.lengths_q[b]]
+    shorter = np.minimum(question.lengths_q, question.lengths_k)
+    in_order = sorted(fit, key=lambda b: (shorter[b] < SHORTEST, sizes[b]))
+    at = product(in_order, range(question.num_heads_q))
+    shown = (_of_sequence(question, b, head, right, found) for b, head in at)
+    return next(filter(None, shown), None)
+
+
+def _of_sequence(q: Question, b: int, head: int, right: Views, found: Views) -> Sight | None:
+    rows, length = q.lengths_q[b], q.lengths_k[b]
+    seen = [list(_seen(q, views, b, head)) for views in (right, found)]
+    keys = np.unique([*range(length), *(key for parts in seen for x in parts for key in x[1])])
+    counts = np.zeros((2, rows, len(keys)))
+    for count, parts in zip(counts, seen, strict=True):
+        for here, places, weight in parts:
+            np.add.at(count, np.ix_(here, np.searchsorted(keys, places)), weight)
+    a, z = counts
+    if np.array_equal(a, z):
+        return None
+    first = np.argwhere(a != z)[0] - (1, KEYS // 2)  # a wrong pair, and what is before it
+    i, j = np.clip(first, 0, np.maximum(np.subtract(a.shape, (QUERIES, KEYS)), 0)).tolist()
+    part = slice(i, i + QUERIES), slice(j, j + KEYS)
+    zeros = any((view.keys < 0).any() for view in found)
+    shown = tuple(int(key) for key in keys[part[1]])
+    return Sight(b, head, tuple(range(rows)[part[0]]), shown, length, zeros, a[part], z[part])
+
+
+def _seen(q: Question, views: Views, b: int, head: int) -> Iterator[tuple[np.ndarray, ...]]:
+    """Queries and keys (also rows of zeros) by their places, and how often they see these."""
+    first_q, first_k = (int(q.offsets(of)[b]) for of in "qk")
+    for view in views:
+        here = (view.rows >= first_q) & (view.rows < first_q + q.lengths_q[b])
+        if head not in view.heads or not here.any():
+            continue
+        weight = view.weight[list(view.heads).index(head) if len(view.weight) > 1 else 0][here]
+        there = np.flatnonzero(view.keys >= 0)
+        shift = view.keys[there[0]] - there[0] if len(there) else first_k
+        places = np.where(view.keys < 0, np.arange(len(view.keys)) + shift, view.keys) - first_k
+        some = weight.any(axis=0)
+        yield view.rows[here] - first_q, places[some], weight[:, some]

@@ -3,18 +3,17 @@ be read is a ValueError; what was guessed or left out is a note. Long by what fi
 
 import json
 import math
-from dataclasses import dataclass, field, fields, replace
+from dataclasses import fields
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
 from rawattn.check.diagnose.engine.question import TENSORS, WIDE, Answers, Question
 from rawattn.check.diagnose.evidence.precision import eps_of, smallest_of
 from rawattn.check.diagnose.evidence.structure import MADE
-from rawattn.check.diagnose.files import entries, layouts
-from rawattn.check.diagnose.files.entries import BFLOAT16, GIVEN, OPTIONS, narrowed
-from rawattn.check.diagnose.files.layouts import LENGTHS, Frame
+from rawattn.check.diagnose.files import entries
+from rawattn.check.diagnose.files.entries import BFLOAT16, GIVEN, LENGTHS, OPTIONS, Frame, narrowed
 
 MAY_BE_LEFT_OUT = ("causal", "window", "softmax_scale", "dlse")
 OFFSETS = ("cu_seqlens_q", "cu_seqlens_k")
@@ -26,8 +25,7 @@ ROUNDED = ("dout", "tq", "tk", "tv")  # with q, k and v
 ARRAYS = tuple(field.name for field in fields(Question) if field.name not in OPTIONS)
 
 
-@dataclass(frozen=True)
-class Saved:
+class Saved(NamedTuple):
     """What a file holds. ``inputs``: the arguments of its Question, as far as they are there.
     left_out: fields of a Question that it does not say. identify: of `rawattn-check dump`, how many
     of its sequences are not the reader's questions; 0 where none are. matrices: intermediates."""
@@ -37,9 +35,9 @@ class Saved:
     answers: Answers
     notes: tuple[str, ...]
     frame: Frame | None
+    matrices: Answers
     left_out: tuple[str, ...] = ()
     identify: int = 0
-    matrices: Answers = field(default_factory=dict)
 
     @property
     def question(self) -> Question | None:
@@ -70,26 +68,25 @@ def read(path: str | Path, frame: Frame | None = None) -> Saved:
     try:
         arrays = entries.named(raw, notes)
         options = entries.options_of(about.get("options", {}) | arrays)
-        layout = layouts.layout_of(arrays.pop("layout", None))
+        layout = entries.layout_of(arrays.pop("layout", None))
         entries.restore(arrays, notes)
         arrays = {name: array for name, array in arrays.items() if name not in OPTIONS}
         found: dict[str, Any] = {}
         if {"q", "k", "v"} <= arrays.keys():
-            frame = layouts.frame_of(arrays, layout)
+            frame = entries.frame_of(arrays, layout)
             found |= {f"cu_seqlens_{side}": offsets for side, offsets in frame.offsets.items()}
             notes += [NO_MASK] if "causal" not in options else []
         elif frame is None:
-            return Saved(str(path), options, {}, tuple(notes), None)
+            return Saved(str(path), options, {}, tuple(notes), None, {})
         else:
-            frame = replace(frame, layout=layout or frame.layout)
-            given = {f"cu_seqlens_{side}": layouts.offsets_of(arrays, side) for side in "qk"}
+            frame = frame._replace(layout=layout or frame.layout)
+            given = {f"cu_seqlens_{side}": entries.offsets_of(arrays, side) for side in "qk"}
             found |= {name: offsets for name, offsets in given.items() if offsets is not None}
         results = {n: x for n, x in arrays.items() if n in NARROW}
         if narrow := narrowed(results, frame.dtype) if frame.dtype.itemsize == 2 else {}:
             notes.append(f"{', '.join(narrow)}: all numbers are of {frame.dtype}, judged as such")
             arrays |= narrow
-        for name in (name for name in arrays if name not in LENGTHS):
-            found[name] = layouts.place(name, arrays[name], frame)
+        found |= {n: entries.place(n, x, frame) for n, x in arrays.items() if n not in LENGTHS}
     except ValueError as error:
         raise ValueError(f"{path}: {error}") from error
     said = {*options, *arrays, *(OFFSETS if {*LENGTHS} & arrays.keys() else ())}
@@ -97,12 +94,11 @@ def read(path: str | Path, frame: Frame | None = None) -> Saved:
     called = {entry: name for name, entry in GIVEN.items()}
     inputs = {called.get(n, n): array for n, array in found.items() if n not in TENSORS}
     answers = {n: array for n, array in found.items() if n in TENSORS}
-    more = tuple(notes), frame, left_out, int(about.get("identify", 0)), matrices
+    more = tuple(notes), frame, matrices, left_out, int(about.get("identify", 0))
     return Saved(str(path), inputs | options, answers, *more)
 
 
-@dataclass(frozen=True)
-class Pair:
+class Pair(NamedTuple):
     """Two sides, or one. questions: what each is judged by, one object where that is the same.
     apart: how their inputs differ. notes: what else makes them be judged differently."""
 
@@ -142,14 +138,14 @@ def _completed(mine: Saved, other: Saved) -> Saved:
         said = f"{mine.path} and {other.path} are not about the same problem: {differ[0]}"
         raise ValueError(f"{said}. Save results with all the inputs that they are of")
     if mine.question is None:
-        return replace(mine, inputs=lent | given)
+        return mine._replace(inputs=lent | given)
     taken = {n: x for n, x in lent.items() if n not in given and n not in OF_ITS_OWN}
     dtype = given["q"].dtype
     if "q" in lent and dtype.itemsize < lent["q"].dtype.itemsize:
         taken |= {n: x.astype(dtype) for n, x in taken.items() if n in ROUNDED}
     notes = [note for note in mine.notes if note != NO_MASK or "causal" not in taken]
     notes += [f"{', '.join(taken)}: not said, as in {other.path} is assumed"] if taken else []
-    return replace(mine, inputs=taken | given, notes=tuple(notes))
+    return mine._replace(inputs=taken | given, notes=tuple(notes))
 
 
 def _compared(a: Question, b: Question, *paths: str) -> tuple[tuple[str, ...], tuple[str, ...]]:

@@ -1,21 +1,20 @@
-"""A comparison function is fed wrong results, and right ones. ``compare(x, ref)`` says whether x is
-right: by its truth value, or by an AssertionError."""
+"""A comparison function is fed wrong results, and right ones; what it lets pass names its bugs.
+``compare(x, ref)`` says whether x is right: by its truth value, or by an AssertionError."""
 
 import contextlib
 import io
 import itertools
 import math
 import warnings
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
-from typing import Any
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import Any, NamedTuple
 
 import numpy as np
 
 from rawattn.check.candidate import load
 from rawattn.check.cases import dtype_of
-from rawattn.check.diagnose.findings import Diagnosis
-from rawattn.check.diagnose.harness.causes import PLACES, Trial, name_causes
+from rawattn.check.diagnose.catalogue.classes import classes_of
+from rawattn.check.diagnose.findings import Diagnosis, Finding
 from rawattn.check.transfer import Array, to_framework, to_numpy
 
 Compare = Callable[[Array, Array], Any]
@@ -25,10 +24,59 @@ LARGEST = 3.0  # of the data, in standard deviations
 DTYPES = ("float32", "float16", "bfloat16")
 SIZES = (100.0, 1.0, 1e-3, 1e-4)  # the same; the last two: gradients of a loss that is a mean
 SHAPES: tuple[Shape, ...] = ((96, 32), (96, 4, 16), (2, 4, 24, 16))
+PLACES = ("rows shifted by one", "transposed at equal size")
+FACTORS = (0.0, 0.5, 1.05, 1.43, 2.0, 4.0, -1.0)  # of results that are multiples of right ones
+MULTIPLES = ("x = 0.5 ref", "x = 2 ref", "x = 4 ref")
+OTHER_SIGN = str.maketrans("+-", "-+")  # in the names of offsets
+BY_KIND = {"nan": "harness-ignores-nan", "shape": "harness-broadcasts", "vacuous": "vacuous"}
+
+TEXTS = """
+harness-raises: the comparison breaks down on right results
+    the message: arrays or dtypes that it does not take, or an array where one verdict is due
+harness-accepts-anything: no wrong value is noticed
+    whether the function returns or asserts what it computed: None means equal here
+harness-magnitude-only: only the size of the values is compared, not the values
+    where x and ref are reduced: subtract first, (x - ref).abs().max()
+harness-ignores-scale: a result that is a multiple of the right one passes
+    a cosine similarity or correlation: compare |x - ref| as well
+harness-passes-zeros: an all-zero result passes
+    the tolerance: it must be smaller than the data, so assert that zeros would fail
+harness-atol-only: the tolerance is absolute: too large for small data
+    atol: take a share of max|ref|, such as twice the error of a same-dtype reference
+harness-ignores-nan: NaN or inf in the result passes
+    a comparison with NaN is False: assert error <= allowed, not that none is above it
+harness-one-sided: errors of one sign pass
+    a missing abs around the difference
+harness-averages: a few wrong elements hide in an average
+    a mean, a norm or a share of mismatches: compare the largest error too
+harness-too-loose: errors above the dtype's rounding pass
+    rtol: compare with the error that a same-dtype reference has against a float64 one
+harness-broadcasts: a result of another shape passes
+    assert x.shape == ref.shape first: a shape (1, ...) broadcasts, and zip stops early
+vacuous: two all-zero arrays pass
+    a result that underflows to 0 on both sides proves nothing: assert that ref is not 0
+harness-refuses-right: right results are refused
+    a tolerance below the rounding of sums near 0: allow a share of max|ref| that fits the dtype
+"""
+HARNESS = classes_of(TEXTS)  # the gravest first
 
 
-@dataclass(frozen=True)
-class Pair:
+class Trial(NamedTuple):
+    """What a comparison said of a pair: "passes", "is refused", or "raises" and what.
+    name, kind, error: of the pair. place: its dtype, its size, and how many axes."""
+
+    name: str
+    kind: str
+    error: float
+    place: tuple[str, float, int]
+    verdict: str
+
+    @property
+    def wrong(self) -> bool:
+        return (self.verdict == "passes") is not (self.kind == "right")
+
+
+class Pair(NamedTuple):
     """What a comparison is fed. kind: "right", or what is wrong."""
 
     name: str
@@ -66,51 +114,46 @@ def wrongs(shape: Shape, dtype: str, *, size: float = 1.0, wide: bool = False) -
     rng = np.random.default_rng(0)
     exact, kind = _draw(shape, rng, size), dtype_of(dtype)
     x, eps = exact.astype(kind), float(np.spacing(np.ones((), kind)))
-    ref = exact if wide else x
-    pairs = [Pair("x and ref both 0", "vacuous", np.zeros_like(x), np.zeros_like(ref))]
-    for name, group, changed in _changed(exact, rng, eps):
-        pair = Pair(name, group, changed.reshape(shape).astype(kind), ref)
-        pairs += [pair] if pair.error > GENEROUS * eps else []
-    shapes = (
-        ("x of shape (1, ...) where ref repeats it", x[:1], np.broadcast_to(ref[:1], shape)),
-        ("an axis too many, x = ref[None]", x[None], ref),
-        ("one too few along the first axis", x[:-1], ref),
-        ("an empty x", x[:0], ref),
-    )
-    return pairs + [Pair(name, "shape", a, b) for name, a, b in shapes if a.shape != b.shape]
-
-
-def _changed(
-    exact: np.ndarray, rng: np.random.Generator, eps: float
-) -> Iterator[tuple[str, str, np.ndarray]]:
-    """Name, kind and values of wrong results with as many elements."""
-    rows = exact.reshape(-1, exact.shape[-1])
-    quarter, middle = len(rows) // 4, len(rows) // 2
+    ref, rows = exact if wide else x, exact.reshape(-1, shape[-1])
+    some, middle = slice(len(rows) // 4), len(rows) // 2  # a quarter of them
     at = np.unravel_index(np.abs(rows).argmax(), rows.shape)
-    largest = np.abs(rows[at])
+    largest, others = np.abs(rows[at]), rows[some.stop : 2 * some.stop]
 
     def spoiled(where: Any, values: Any) -> np.ndarray:
         changed = rows.copy()
         changed[where] = values
         return changed
 
-    for factor in (0.0, 0.5, 1.05, 1.43, 2.0, 4.0, -1.0):
-        yield f"x = {factor:g} ref", "scaled" if factor else "zeros", exact * factor
-    yield PLACES[0], "places", np.roll(rows, 1, axis=0)
-    yield PLACES[1], "places", exact.swapaxes(0, 1)
-    yield "other data of the same size", "part", _draw(rows.shape, rng, largest / LARGEST)
-    first, second = rows[:quarter], rows[quarter : 2 * quarter]
-    yield "a quarter of the rows taken from the next", "part", spoiled(slice(quarter), second)
-    yield "a quarter of the rows 1.43 times as large", "part", spoiled(slice(quarter), 1.43 * first)
-    yield "a row of zeros", "row", spoiled(middle, 0.0)
-    yield "one NaN", "nan", spoiled((middle, 0), np.nan)
-    yield "one inf", "nan", spoiled((middle, 0), np.inf)
+    changes: list[tuple[str, str, np.ndarray]] = [
+        *((f"x = {by:g} ref", "scaled" if by else "zeros", exact * by) for by in FACTORS),
+        (PLACES[0], "places", np.roll(rows, 1, axis=0)),
+        (PLACES[1], "places", exact.swapaxes(0, 1)),
+        ("other data of the same size", "part", _draw(rows.shape, rng, largest / LARGEST)),
+        ("a quarter of the rows taken from the next", "part", spoiled(some, others)),
+        ("a quarter of the rows 1.43 times as large", "part", spoiled(some, 1.43 * rows[some])),
+        ("a row of zeros", "row", spoiled(middle, 0.0)),
+        ("one NaN", "nan", spoiled((middle, 0), np.nan)),
+        ("one inf", "nan", spoiled((middle, 0), np.inf)),
+    ]
     for share in (1.0, 0.1, 0.01):
         changed = spoiled(at, (1 + share) * rows[at])
-        yield f"the largest element off by {share:.0%}", "element", changed
+        changes.append((f"the largest element off by {share:.0%}", "element", changed))
     for share, words in ((0.25, "25%"), (16 * eps, "16 eps")):
-        yield f"every element off by +{words} of the largest", "offset", exact + share * largest
-        yield f"every element off by -{words} of the largest", "offset", exact - share * largest
+        for sign, by in (("+", share), ("-", -share)):
+            name = f"every element off by {sign}{words} of the largest"
+            changes.append((name, "offset", exact + by * largest))
+    pairs = (Pair(name, of, y.reshape(shape).astype(kind), ref) for name, of, y in changes)
+    shapes = (
+        ("x of shape (1, ...) where ref repeats it", x[:1], np.broadcast_to(ref[:1], shape)),
+        ("an axis too many, x = ref[None]", x[None], ref),
+        ("one too few along the first axis", x[:-1], ref),
+        ("an empty x", x[:0], ref),
+    )
+    return [
+        Pair("x and ref both 0", "vacuous", np.zeros_like(x), np.zeros_like(ref)),
+        *(pair for pair in pairs if pair.error > GENEROUS * eps),
+        *(Pair(name, "shape", a, b) for name, a, b in shapes if a.shape != b.shape),
+    ]
 
 
 def _draw(shape: Shape, rng: np.random.Generator, size: float) -> np.ndarray:
@@ -145,13 +188,12 @@ def examine(
     with np.errstate(all="ignore"), warnings.catch_warnings(action="ignore"), printed:
         right = {wide: list(fed(rights, wide)) for wide in (False, True)}
         wide = min(right, key=lambda wide: sum(trial.wrong for trial in right[wide]))
-        trials = [*right[wide], *fed(wrongs, wide)]
+        of = list(fed(wrongs, wide)), right[wide]
     name = getattr(compare, "__name__", type(compare).__name__)
     facts = (f"x was {', '.join(dtypes)}; ref was {'float64' if wide else 'of the same dtype'}",)
-    of = trials[len(right[wide]) :], right[wide]
     counts = [f"{sum(trial.wrong for trial in some)} of {len(some)}" for some in of]
     title = f"the comparison {name}: {counts[0]} wrong results pass, {counts[1]} right ones do not"
-    return Diagnosis(title, tuple(name_causes(trials)), facts=facts)
+    return Diagnosis(title, tuple(name_causes([*of[1], *of[0]])), facts=facts)
 
 
 def _ask(compare: Compare, pair: Pair, framework: str) -> str:
@@ -176,3 +218,56 @@ def _ask(compare: Compare, pair: Pair, framework: str) -> str:
             return "is refused"
         lines = str(error).strip().splitlines()
         return "raises " + ": ".join((type(error).__name__, *lines[:1]))
+
+
+def name_causes(trials: Sequence[Trial]) -> Iterator[Finding]:
+    """Gravest first, by what else passes and what does not. Every wrong that passes is in one."""
+    right = [t for t in trials if t.kind == "right"]
+    broken = {t.place for t in right if t.verdict.startswith("raises")}
+    due = [t for t in trials if t.kind != "right" and t.place not in broken]
+    fooled, held = [t for t in due if t.wrong], [t for t in due if not t.wrong]
+    passing, refused = ({(t.name, t.place) for t in some} for some in (fooled, held))
+    names = {t.name for t in fooled}
+    # the least error of all elements that is always refused, and that of one element that must be
+    noticed = min([1.0, *(t.error for t in held if t.kind == "scaled" and t.name not in names)])
+    blind = all(t.kind in BY_KIND for t in held)
+    top = max((t.place[1] for t in due), default=0.0)
+    scaled = [one for one in passing if one[0].startswith("x = ")]
+    absolute = {d for name, (d, _, axes) in scaled if (name, (d, top, axes)) in refused}
+    every = [one for one in passing if one[0].startswith("every")]
+    one_way = {(name, at) for name, at in every if (name.translate(OTHER_SIGN), at) in refused}
+    one_sided = {place for _, place in one_way}
+
+    def cause(t: Trial) -> str:
+        there, single = {name for name, place in passing if place == t.place}, t.kind == "element"
+        claims = {
+            "harness-raises": t.verdict.startswith("raises"),
+            "harness-refuses-right": t.kind == "right",
+            "harness-accepts-anything": blind,
+            BY_KIND.get(t.kind, "none"): t.kind in BY_KIND,
+            "harness-atol-only": t.place[0] in absolute,
+            "harness-magnitude-only": there >= {*PLACES},
+            "harness-ignores-scale": there >= {*MULTIPLES} and t.kind in ("scaled", "part"),
+            "harness-passes-zeros": t.kind == "zeros",
+            "harness-one-sided": (t.name, t.place) in one_way or (single and t.place in one_sided),
+            "harness-averages": t.kind == "row" or (single and t.error >= noticed),
+            "harness-too-loose": True,
+        }
+        return next(bug for bug, holds in claims.items() if holds)  # the first that holds
+
+    caused = [(cause(t), t) for t in (*right, *due) if t.wrong]
+    for bug, known in HARNESS.items():
+        if found := [t for by, t in caused if by == bug]:
+            said = _each_once((t.verdict, t.name) for t in found)
+            lines = tuple(f"{verdict}: {'; '.join(names)}" for verdict, names in said.items())
+            sizes = _each_once((t.place[0], f"{t.place[1]:g}") for t in found)
+            where = "; ".join(f"{dtype}, size {', '.join(some)}" for dtype, some in sizes.items())
+            yield Finding("harness", bug, known.title, where, "proved", lines, known.look_at)
+
+
+def _each_once(pairs: Iterable[tuple[str, str]]) -> dict[str, dict[str, None]]:
+    """By the first of a pair the second ones, in order."""
+    found: dict[str, dict[str, None]] = {}
+    for key, value in pairs:
+        found.setdefault(key, {})[value] = None
+    return found

@@ -15,7 +15,8 @@ from rawattn.check.diagnose.engine import question as problems
 from rawattn.check.diagnose.engine.attention import empty
 from rawattn.check.diagnose.engine.effort import spent
 from rawattn.check.diagnose.engine.question import OF_KEYS, OF_SINKS, Answers, Question, by_rows
-from rawattn.check.diagnose.evidence.sight import mask_rule, sight_of
+from rawattn.check.diagnose.evidence.rules import mask_rule
+from rawattn.check.diagnose.evidence.support import sight_of
 from rawattn.check.diagnose.findings import NAMELESS, Diagnosis, Finding
 from rawattn.check.diagnose.judge import match, proofs, rounding
 from rawattn.check.diagnose.judge.match import Explained, Stage, StageVerdict

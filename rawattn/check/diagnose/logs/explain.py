@@ -110,9 +110,9 @@ class Rows:
             return finding(self.side, OTHER_MASK, where, "proved", (self.said, inside))
         others = OF_P if self.must else OF_DS
         look_at = "P, lse and D of one row: they must be of one softmax, with one mask"
-        given = (self.side, "unknown", where, "medium", (self.said,), others)
         title = f"rows of {'P' if self.must else 'dS'} must sum to {self.must}, and do not"
-        return finding(*given, title=title, look_at=look_at)
+        rest = where, "medium", (self.said,), look_at, others
+        return Finding(self.side, "unknown", title, *rest)
 
 
 def _rows(pair: Pair, rows: Sequence[Rows], causal: bool | None) -> Finding | None:
@@ -163,11 +163,11 @@ def _factor(pair: Pair, causal: bool | None) -> Finding | None:
         return finding(side, "output-scale", where, "medium", said)
     # zero keys in the denominator divide by nearly one number
     shrunk = not causal and ratio >= 1 and pair.kind in ("", "O", "dV")
-    given = (pair.either, "unknown", pair.title, "medium", said, ("padded-keys",) * shrunk)
     title = f"the two sides differ by a constant factor of {ratio:.4g}"
     look_at = "softmax_scale, a mean for a sum, a head count; print a sequence of another length: "
     look_at += "padding gives another ratio for each"
-    return finding(*given, title=title, look_at=look_at)
+    rest = pair.title, "medium", tuple(said), look_at, ("padded-keys",) * shrunk
+    return Finding(pair.either, "unknown", title, *rest)
 
 
 def _structure(pair: Pair) -> Finding:
@@ -186,7 +186,7 @@ def _structure(pair: Pair) -> Finding:
         title = "NaN or infinity where the other side has numbers"
         side = side if all(counts) else pair.sides[counts.index(max(counts))]
     look_at = "whole rows of a small case, dS and P beside the gradients; or save arrays"
-    return finding(side, "unknown", pair.title, "low", said, title=title, look_at=look_at)
+    return Finding(side, "unknown", title, pair.title, "low", tuple(said), look_at)
 
 
 def listed(values: np.ndarray) -> str:

@@ -9,8 +9,7 @@ import numpy as np
 from rawattn.check.diagnose.catalogue.masks import Window, unmasked, windows
 from rawattn.check.diagnose.engine.attention import TILES
 from rawattn.check.diagnose.evidence.places import Array, Places, log_sum
-from rawattn.check.diagnose.evidence.rules import Rule, Shown, rules_of
-from rawattn.check.diagnose.evidence.sight import mask_rule
+from rawattn.check.diagnose.evidence.rules import Rule, Shown, mask_rule, rules_of
 from rawattn.check.diagnose.evidence.structure import where
 from rawattn.check.diagnose.evidence.support import LESS, MORE, OTHER, Support, support_of
 from rawattn.check.diagnose.read.contexts import context_of

@@ -1,15 +1,17 @@
-"""A diagnosis on the terminal: a short form of each cause, and behind it what it rests on."""
+"""A diagnosis on the terminal: a short form of each cause, and behind it what it rests on. Who sees
+whom is a picture: a query a line, a key a column."""
 
 import re
 import textwrap
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import replace
+from itertools import zip_longest
+from typing import NamedTuple
 
 from rich.console import Console
 from rich.text import Text
 
-from rawattn.check.diagnose.evidence.sight import picture
-from rawattn.check.diagnose.findings import Diagnosis, Finding
+from rawattn.check.diagnose.findings import Diagnosis, Finding, Sight
 from rawattn.check.diagnose.report import words
 
 HEADS = {"rounding": ("note", "bold green"), "vacuous": ("warning", "bold magenta")}
@@ -21,13 +23,12 @@ FORMULA = re.compile(r" ([<>]=?|[+%/]|//) ")  # where no line is broken
 RIGHT = re.compile(r" right\b.*, with rounding as of ")  # a fact about tensors that are
 
 
-@dataclass(frozen=True)
-class About:
+class About(NamedTuple):
     """Whom findings are about. files: where a side comes from. functions: of stages in such files.
     again: the command that shows a finding once more. tally: how many of how many checks fail."""
 
-    files: Mapping[str, str] = field(default_factory=dict)
-    functions: Mapping[str, Mapping[str, str]] = field(default_factory=dict)
+    files: Mapping[str, str] = {}
+    functions: Mapping[str, Mapping[str, str]] = {}
     again: Callable[[Finding], str] = lambda finding: ""
     tally: str = ""
 
@@ -79,7 +80,14 @@ def whole(
     side = "" if alone or not finding.side else f"{finding.side}: "
     head = [Text(line, "bold") for line in _wrapped(label + side + finding.title, width)]
     head[0].stylize(colour, 0, len(label) - 2)
-    lines = [*head, *_place(finding, about, width)]
+    names, file = about.functions.get(finding.side, {}), about.files.get(finding.side, "")
+    called = dict.fromkeys(names[stage] for stage in finding.stages if stage in names)
+    functions = " and ".join(f"{name}()" for name in called)
+    whose = " in ".join(filter(None, (functions, file)))
+    whose = "" if finding.where.endswith(f"/{whose}") else whose
+    where = ", ".join(dict.fromkeys(filter(None, (whose, finding.where))))
+    tally = f"   {about.tally}" if about.tally else ""
+    lines = head + (_led(f"  --> {where}{tally}", 6, width) if where else [])
     if finding.sight is not None and queries:
         drawn = picture(finding.sight, queries, width - 5)
         lines += [Text.assemble(("   | ", "blue"), line) for line in drawn]
@@ -91,18 +99,6 @@ def whole(
     if again := about.again(finding):
         lines.append(Text.assemble(("   = ", "blue"), ("again: ", "bold"), again))
     return lines + _entry("sure", words.sure(finding), width, most)
-
-
-def _place(finding: Finding, about: About, width: int) -> list[Text]:
-    """Where it is: the functions, their file, the tensors; and how many checks fail."""
-    names = about.functions.get(finding.side, {})
-    called = [names[stage] for stage in finding.stages if stage in names]
-    functions = " and ".join(f"{name}()" for name in dict.fromkeys(called))
-    whose = " in ".join(filter(None, (functions, about.files.get(finding.side, ""))))
-    whose = "" if finding.where.endswith(f"/{whose}") else whose
-    where = ", ".join(dict.fromkeys(filter(None, (whose, finding.where))))
-    tally = f"   {about.tally}" if about.tally else ""
-    return _led(f"  --> {where}{tally}", 6, width) if where else []
 
 
 def _entry(label: str, text: str, width: int, most: int = EACH) -> list[Text]:
@@ -130,3 +126,51 @@ def _wrapped(text: str, width: int, indent: str = "    ") -> list[str]:
     whole = FORMULA.sub("\N{NO-BREAK SPACE}\\1\N{NO-BREAK SPACE}", text)
     lines = textwrap.wrap(whole, width, subsequent_indent=indent, break_on_hyphens=False)
     return [line.replace("\N{NO-BREAK SPACE}", " ") for line in lines]
+
+
+def picture(sight: Sight, queries: int = 6, width: int = 80) -> list[str]:
+    """A header and a line for each query, with what marks mean; a narrow ``width`` takes keys."""
+    while max(map(len, lines := _drawn(sight, queries))) > width and len(sight.keys) > 1:
+        last = bool((sight.right != sight.found)[:queries, -1].any())
+        kept = slice(1, None) if last else slice(-1)
+        right, found = sight.right[:, kept], sight.found[:, kept]
+        sight = replace(sight, keys=sight.keys[kept], right=right, found=found)
+    return lines
+
+
+def _drawn(sight: Sight, queries: int) -> list[str]:
+    right, found = sight.right[:queries], sight.found[:queries]
+    wide = max(len(str(key)) for key in (*sight.keys, *sight.queries)) + 1
+    own = sum(key < sight.length for key in sight.keys)
+    rows = [("  key", [*map(str, sight.keys)])]
+    for n, (query, a, b) in enumerate(zip(sight.queries, right, found, strict=False)):
+        marks = [_mark(x, y) for x, y in zip(a, b, strict=True)]
+        rows.append((f"{'' if n else 'query':6}{query:>{wide - 1}}", marks))
+    lines = []
+    for label, cells in rows:
+        cells = [f"{cell:>{wide}}" for cell in cells]
+        bar = [" |"] * (own < len(cells))  # before what follows the sequence's own keys
+        line = f"{label:{wide + 6}}" + "".join(cells[:own] + bar + cells[own:])
+        lines.append(line.rstrip(" |"))
+    due, there, width = right > 0, found > 0, max(map(len, lines)) + 3
+    past = "zeros" if sight.zeros else "other keys"
+    legend = {
+        f"sequence {sight.sequence}, head {sight.head}": True,
+        ". as it must be": (due & (right == found)).any(),
+        "+ seen by mistake": (~due & there).any(),
+        "- unseen by mistake": (due & ~there).any(),
+        "a number: so often": (due & there & (right != found)).any(),
+        f"| {past} from here on": sight.keys[-1] >= sight.length,
+        "below 0: keys before its own": sight.keys[0] < 0,
+    }
+    notes = [text for text, holds in legend.items() if holds][: len(lines)]
+    beside = zip_longest(lines, notes, fillvalue="")
+    return [f"{line:{width}}{note}".rstrip() for line, note in beside]
+
+
+def _mark(right: float, found: float) -> str:
+    if right == found:
+        return "." if right else ""
+    if right and found:
+        return f"{found:g}" if found == int(found) < 10 else "x"
+    return "+" if found else "-"

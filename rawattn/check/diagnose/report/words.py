@@ -4,7 +4,7 @@ from typing import Any
 
 from rawattn.check.diagnose.catalogue.classes import CLASSES
 from rawattn.check.diagnose.findings import Diagnosis, Finding
-from rawattn.check.diagnose.harness.causes import HARNESS
+from rawattn.check.diagnose.harness.pairs import HARNESS
 
 KNOWN = HARNESS | CLASSES
 UNSAID = ("sight", "planted")
