@@ -1,6 +1,6 @@
 """Numbers of rows that are others: a row statistic (lse, D, e, W), or how often a term has a row.
 Results are linear in each of them, so that they tell that number row by row; what it is in place
-of the right one, is told of all rows at once."""
+of the right one, is told of all rows at once. A gradient of sinks is a sum of such numbers."""
 
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
@@ -11,9 +11,9 @@ from typing import NamedTuple
 import numpy as np
 
 from rawattn.check.diagnose.catalogue import maps
-from rawattn.check.diagnose.catalogue.reading import of_view
+from rawattn.check.diagnose.catalogue.reading import array_of, of_view
 from rawattn.check.diagnose.catalogue.second_order import at, with_values
-from rawattn.check.diagnose.engine.attention import TILES, Bug, Same, contexts, sequences
+from rawattn.check.diagnose.engine.attention import TILES, Bug, Passed, Same, contexts, sequences
 from rawattn.check.diagnose.engine.question import BY_ROW, OF_KEYS, OF_SLOTS, Question, by_rows
 from rawattn.check.diagnose.engine.steps import LOG2_E, STEPS, Context, Floats, Step, row_max
 from rawattn.check.diagnose.evidence.precision import finite
@@ -22,6 +22,7 @@ from rawattn.check.diagnose.evidence.support import NO_RULE
 from rawattn.check.diagnose.inferred.sample import Sample
 from rawattn.check.diagnose.inferred.terms import CLEAR, CLOSE
 from rawattn.check.diagnose.read.fields import other_rows, sum_in_words, sums_of
+from rawattn.reference.dense import dead_to_inf
 
 APART = (*OF_SLOTS, "delta")  # results that are made apart
 TINY = 1e-5  # of numbers: what is less is rounding
@@ -219,3 +220,84 @@ def _forms(
     for tile in TILES if right else ():
         text = f"the sums of the tiles of {tile} queries of its head before too"
         yield "accumulator-not-reset", text, partial(Rows.kept, name=right, tile=tile)
+
+
+OF_ALL, ITS = "all queries", "exp(sink - lse)"
+
+
+def of_sinks(question: Question, stage: str, given: Passed, found: Floats, allowed: float) -> str:
+    """Of which rows and terms a wrong gradient of the sinks is the sum, in words: two sums with the
+    fewest changes; "" where none gives it up to ``allowed``."""
+    factors = {"": -1.0, " with the wrong sign": 1.0, " times softmax_scale": -question.scale}
+    factors |= {" divided by the number of sequences": -1 / max(question.batch, 1)}
+    terms, rows = _terms(question, given, stage), _summed(question)
+    like: dict[str, int] = {}
+    for (sign, factor), (term, (x, changes)) in product(factors.items(), terms.items()):
+        sums = {of: factor * (x * often).sum(axis=1) for of, often in rows.items()}
+        of_group = sums[OF_ALL].reshape(-1, question.group).sum(axis=1)
+        sums[f"{OF_ALL}, of all heads of its group,"] = of_group.repeat(question.group)
+        sums[f"{OF_ALL}, of all heads of a group, at head h // group,"] = np.append(
+            of_group, np.zeros(len(found) - len(of_group))
+        )
+        for of, y in sums.items():
+            if np.abs(y - found).max() <= allowed:
+                text = f"the sum of {term} over {of}{sign}"
+                like[text] = changes + (of != OF_ALL) + (sign != "")
+    for by in maps.families(question, True) if stage == "backward" else ():
+        x = by.moved(maps.geometry(question, "lse"), terms[f"{ITS} D"][0])
+        if np.abs(x.sum(axis=1) + found).max() <= allowed:
+            like[f"the sum of {ITS} D over {OF_ALL}, summed as other rows: {by.words}"] = 1
+    best = [text for text in like if like[text] == min(like.values())]
+    return f"it is {' or '.join(best[:2])}" if best else ""
+
+
+def _terms(question: Question, given: Passed, stage: str) -> dict[str, tuple[Floats, int]]:
+    """What a row (num_heads_q, total_q) may add, and how many changes it is."""
+    sinks = np.asarray(question.sinks, dtype=np.float64)[:, None]
+    inside, D = question.sequence_of("q") >= 0, array_of(question, Same(given), "delta")
+    lse = dead_to_inf(np, np.asarray(given[1], dtype=np.float64))
+    dlse = np.zeros_like(D) if question.dlse is None else np.where(inside, question.dlse, 0.0)
+    weights = _weights(question, sinks, lse)
+    if stage == "backward":
+        rows = {"D": D, "": 1 + 0 * D, "dout . out": D + dlse}
+    else:
+        e, W = (array_of(question, Same(given), name) for name in ("e", "w"))
+        moved = 0 * sinks if question.tsinks is None else np.asarray(question.tsinks)[:, None]
+        parts = {"ddsinks D": moved * D, "e D": -e * D, "W": W}
+        whole, text = (moved - e) * D + W, "((ddsinks - e) D + W)"
+        weights, rows = {ITS: weights[ITS]}, {text: whole}
+        for how, often in (("without", -1), ("with the other sign of", -2), ("with twice", 1)):
+            rows |= {f"{text} {how} {n}": whole + often * x for n, x in parts.items()}
+        rows[f"{text} without dlse in D"] = whole + (moved - e) * dlse
+    first = next(iter(rows))
+    return {
+        f"{by} {row}".strip(): (w * inside * x, (by != ITS) + (row != first))
+        for (by, w), (row, x) in product(weights.items(), rows.items())
+    }
+
+
+def _weights(question: Question, sinks: Floats, lse: Floats) -> dict[str, Floats]:
+    """What the weight of the sink may be in every row."""
+    factors = {"": 1.0, "log2(e) ": LOG2_E, "ln 2 ": 1 / LOG2_E, "0 ": 0.0}
+    factors |= {"softmax_scale ": question.scale}
+    exponents = {
+        f"exp({a}sink - {b}lse)": x * sinks - y * np.where(np.isfinite(lse), lse, 0.0)
+        for (a, x), (b, y) in product(factors.items(), factors.items())
+    }
+    if (cap := question.softcap) is not None:
+        exponents["exp(softcap(sink) - lse)"] = cap * np.tanh(sinks / cap) - lse
+    with np.errstate(over="ignore"):
+        return {words: np.exp(x) * np.isfinite(lse) for words, x in exponents.items()}
+
+
+def _summed(question: Question) -> dict[str, Floats]:
+    """Rows (total_q,) of which there may be a sum."""
+    b, i = question.sequence_of("q"), question.place_of("q")
+    n, m = (np.array([*lengths, 0])[b] for lengths in (question.lengths_q, question.lengths_k))
+    final = b == b.max(initial=-1)
+    found = {OF_ALL: b >= 0, "the last sequence alone": final}
+    found["queries of sequences with keys"] = m > 0
+    for t in TILES:
+        text = f"the last tile of {t} queries of the last sequence"
+        found[text] = final & (i // t == (n - 1) // t)
+    return {of: rows & (b >= 0) for of, rows in found.items()}

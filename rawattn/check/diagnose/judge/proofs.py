@@ -14,7 +14,7 @@ from rawattn.check.diagnose.engine.question import STAGES, Answers, Question, by
 from rawattn.check.diagnose.evidence import precision, structure
 from rawattn.check.diagnose.evidence.precision import defined, eps_of, ladder, relative_residual
 from rawattn.check.diagnose.findings import Finding
-from rawattn.check.diagnose.inferred import sinks
+from rawattn.check.diagnose.inferred import row_numbers
 from rawattn.check.diagnose.judge.match import StageVerdict
 
 FAR = 0.1  # residual of what may not be a copy, or NaN
@@ -116,7 +116,7 @@ def of_sinks(
         if (off := np.abs(wrong - right).max()) > allowed:
             evidence = [f"{name}: off by up to {off:.2g}; rounding explains {noise:.1g}"]
             forward = given or itemgetter("out", "lse")(solve(question, "forward"))
-            told = sinks.said(question, stage, forward, wrong, allowed)
+            told = row_numbers.of_sinks(question, stage, forward, wrong, allowed)
             found.append(finding(side, "sinks-gradient", name, "high", evidence, form=told))
     return found
 

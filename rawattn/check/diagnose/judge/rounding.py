@@ -14,7 +14,7 @@ from rawattn.check.diagnose.catalogue.inputs import PRODUCTS, word
 from rawattn.check.diagnose.catalogue.partial_sums import Parts, Results, merged, splits
 from rawattn.check.diagnose.catalogue.partial_sums import steps as steps_of
 from rawattn.check.diagnose.catalogue.second_order import with_values
-from rawattn.check.diagnose.catalogue.sparse.gates import GATED
+from rawattn.check.diagnose.catalogue.sparse.selection import GATED
 from rawattn.check.diagnose.engine.attention import FORWARD, NONE, PROGRAMS, Bug, Rounding, solve
 from rawattn.check.diagnose.engine.effort import over
 from rawattn.check.diagnose.engine.question import Answers, Question, by_rows
