@@ -26,8 +26,7 @@ from rawattn.check.diagnose.findings import CONFIDENCE, NAMELESS, Diagnosis, Fin
 from rawattn.check.diagnose.judge.diagnosis import diagnose, sizes_of
 from rawattn.check.diagnose.judge.least import Asker, least, of_stage, with_lengths
 from rawattn.check.diagnose.judge.match import LOOSE, catalogue
-from rawattn.check.diagnose.judge.proofs import finding, reference_of
-from rawattn.check.diagnose.judge.traps import ARRAYS, of_nan, of_traps
+from rawattn.check.diagnose.judge.proofs import ARRAYS, finding, of_nan, of_traps, reference_of
 from rawattn.check.diagnose.judge.whole import costs_of
 from rawattn.check.diagnose.read.name import NEAR, PASSES, UNREAD, Readings, read
 from rawattn.check.expected import Expected, Target, expect
