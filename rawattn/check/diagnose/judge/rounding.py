@@ -216,8 +216,7 @@ def _kept_in(r: Rounded, stage: str) -> Iterator[tuple[str, dict[str, Step]]]:
     for words, step in KEPT[stage].items():
         yield words, after(step)
     if stage == "backward":
-        of_P: Step = lambda c: STEPS["dV"](changed(c, P=r(c.P)))  # noqa: E731
-        yield "P (of P^T dO) and dS", {"dV": of_P} | after("dY")
+        yield "P (of P^T dO) and dS", {"dV": with_values("dV", P=lambda c: r(c.P))} | after("dY")
         yield "D, column by column,", {"D": added_up}
 
 

@@ -153,14 +153,11 @@ def _form_of(part: Part, second: Callable[[], Part]) -> Change:
         return Change([text], name, lambda c: by[c.view.heads] * c.dY, times=by.ravel())
     if (found := form_of(part, second)) is not None:
         return found
-    often = np.rint(f)
-    if {*np.unique(often[part.known])} - {1.0} and part.field(
-        (f - often) / np.maximum(often, 1)
-    ).zero:
+    often, most = np.rint(f), int(np.rint(f[part.known]).max())
+    if most > 1 and part.field((f - often) / np.maximum(often, 1)).zero:
         other = second()
         rule = repeated((places, f, part.known), (other.places, other.f, other.known))
-        most = int(often[part.known].max())
-        if rule is not None and most > 1:
+        if rule is not None:
             text = f"counts pairs {most} times: {rule}"
             return Change([text], "tile-counted-twice", partial(_repeated, rule, most))
     logs = part.field(np.log(np.where(f > 0, f, 1.0)))

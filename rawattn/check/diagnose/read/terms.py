@@ -3,7 +3,6 @@ of other heads, of some columns. A term fits if its steps give the log-weights t
 
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
-from functools import partial
 from itertools import chain
 from typing import Any
 
@@ -40,15 +39,15 @@ class Term:
 
 def term_of(field: Field, c: Context, *, many: bool = False) -> Term | None:
     """The plainest term that leaves nothing but rounding; ``many``: of many numbers."""
-    plain = (_biases(field, c), _factors(field, c), _curves(field, c))
-    parts = (_heads(field, c), _columns(field, c)) if many else plain
-    return next((t for t in chain(*parts) if field.fits(scores_of(c, t.steps) - c.S)), None)
+    makers = (_heads, _columns) if many else (_linear, _curves)
+    terms = chain.from_iterable(maker(field, c) for maker in makers)
+    return next((t for t in terms if field.fits(scores_of(c, t.steps) - c.S)), None)
 
 
 def of_distance(field: Field, places: Places) -> tuple[str, Of]:
     """What the field may be of the distance, in words, by slopes (num_heads_q, 1, 1)."""
-    slopes = field.slopes(_by_distance(np.ones((1, 1, 1)), places))
-    return f"{by_head(slopes)} |j - i|", partial(_by_distance, slopes)
+    slopes = field.slopes(np.abs(places.j - places.p)[None])
+    return f"{by_head(slopes)} |j - i|", lambda x: np.asarray(slopes * np.abs(x.j - x.p))
 
 
 def at(c: Context, of: Of) -> Array:
@@ -60,16 +59,10 @@ def adding(of: Of, text: str, name: str) -> Term:
     return Term(text, name, steps)
 
 
-def _biases(field: Field, c: Context) -> Iterator[Term]:
+def _linear(field: Field, c: Context) -> Iterator[Term]:
+    """A multiple of the distance, or of the scores themselves."""
     text, of = of_distance(field, places_of(c.question))
     yield adding(of, f"added to the scores: {text}", "score-bias")
-
-
-def _by_distance(slopes: Array, places: Places) -> Array:
-    return np.asarray(slopes * np.abs(places.j - places.p))
-
-
-def _factors(field: Field, c: Context) -> Iterator[Term]:
     factors = 1 + field.slopes(c.S)
     steps = capped(lambda c, S: factors[c.view.heads] * S)
     text = f"the scores are multiplied by {by_head(factors)}"
@@ -140,9 +133,5 @@ def _curves(field: Field, c: Context) -> Iterator[Term]:
         name = "softcap-dropped" if words == "not capped" else "softcap"
         text = f"the scores are {words.format(c=f'{x:.4g}')}"
         text += next((of for y, of in caps.items() if np.isclose(x, y, 5e-3)), "")
-        yield Term(text, name, {"cap": partial(_bent, curve, x)})
-
-
-def _bent(curve: Curve, x: float, c: Context) -> tuple[Array, Array, float]:
-    """The step ``cap`` with another function."""
-    return *curve(c.Y, x), 0.0
+        steps = {"cap": lambda c, of=curve, x=x: (*of(c.Y, x), 0.0)}
+        yield Term(text, name, steps)

@@ -33,9 +33,8 @@ def said_of(read: Weights, second: Callable[[], Weights], support: Support | Non
         return listed
     said = Said(read, Support(places, places.rights & read.seen, ()))
     if not read.alive.all():
-        said.wrong.append(
-            f"rows are NaN: {', '.join(where(places.question, 'out', ~read.alive.T))}"
-        )
+        dead = where(places.question, "out", ~read.alive.T)
+        said.wrong.append(f"rows are NaN: {', '.join(dead)}")
     alive = read.alive & read.telling
     due = read.seen & places.rights & alive[..., None]
     if read.passed and (moved := map_of_lse(read)) is not None:
