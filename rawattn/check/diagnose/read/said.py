@@ -18,9 +18,8 @@ from rawattn.check.diagnose.engine.question import LISTS, Question
 from rawattn.check.diagnose.engine.steps import STEPS, Context, Step, changed
 from rawattn.check.diagnose.evidence.places import Array, Places, log_sum
 from rawattn.check.diagnose.evidence.support import Support, pairs_of
-from rawattn.check.diagnose.read.contexts import context_of, scores_of
 from rawattn.check.diagnose.read.probe import Weights
-from rawattn.check.diagnose.read.terms import Term
+from rawattn.check.diagnose.read.terms import Term, context_of, scores_of
 from rawattn.reference.dense import dead_to_inf
 
 STAGES = {"backward": BACKWARD, "second": SECOND, "jvp": JVP}

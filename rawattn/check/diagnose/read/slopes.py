@@ -10,13 +10,11 @@ from rawattn.check.diagnose.engine.attention import STEPS, Context, changed
 from rawattn.check.diagnose.evidence.places import Array, places_of
 from rawattn.check.diagnose.evidence.rules import Rule
 from rawattn.check.diagnose.evidence.support import LESS, MORE, Support, support_of
-from rawattn.check.diagnose.read.contexts import of_view
 from rawattn.check.diagnose.read.fields import Field, by_head
-from rawattn.check.diagnose.read.forms import Change, by_own_sums, form_of
-from rawattn.check.diagnose.read.part import Part
+from rawattn.check.diagnose.read.forms import Change, Part, by_own_sums, form_of
 from rawattn.check.diagnose.read.probe import Backward
 from rawattn.check.diagnose.read.said import COARSE, Said, of_lists, of_scale
-from rawattn.check.diagnose.read.terms import at, of_distance
+from rawattn.check.diagnose.read.terms import at, of_distance, of_view
 from rawattn.check.diagnose.read.weights import BACKWARD_ONLY, of_pairs, repeated, said_of
 from rawattn.reference.dense import dead_to_inf
 

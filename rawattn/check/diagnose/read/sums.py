@@ -14,11 +14,10 @@ from rawattn.check.diagnose.engine.steps import STEPS, Context
 from rawattn.check.diagnose.evidence.places import Array, Places, Right, log_sum, places_of
 from rawattn.check.diagnose.evidence.rules import Rule, Span
 from rawattn.check.diagnose.read import fields
-from rawattn.check.diagnose.read.contexts import of_view
 from rawattn.check.diagnose.read.fields import map_of, sum_in_words, sums_of
 from rawattn.check.diagnose.read.probe import Weights
 from rawattn.check.diagnose.read.said import Said
-from rawattn.check.diagnose.read.terms import of_other_heads
+from rawattn.check.diagnose.read.terms import of_other_heads, of_view
 from rawattn.reference.dense import dead_to_inf
 
 MOST = 3  # of what rows have, in a sum
