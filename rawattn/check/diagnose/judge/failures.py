@@ -359,10 +359,8 @@ def _read(candidate: Candidate, question: Question) -> Readings:
         alone = of_stage(candidate, stage)
         return None if alone is None else partial(answers_of, alone)
 
-    def enough(bug: Bug) -> bool:
-        return _gives(candidate, question, dict.fromkeys(question.stages, bug)) is True
-
-    return read(question, ask, enough=enough)
+    gives, stages = partial(_gives, candidate, question), question.stages
+    return read(question, ask, enough=lambda bug: gives(dict.fromkeys(stages, bug)) is True)
 
 
 def _as_due(question: Question, answers: Answers) -> Answers:

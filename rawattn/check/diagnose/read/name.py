@@ -95,33 +95,23 @@ def ask_branch(like: Question, ask: Ask) -> Ask:
     return branch
 
 
-def _read_tangents(ask: Ask, question: Question) -> Weights:
-    """The weights of tout. Raises Refused, as the others do."""
-
-    def tangents(asked: Question) -> Answers:
-        answers = ask(_moved(asked))
-        return {"out": answers["tout"], "lse": answers["jvp lse"]}
-
-    return probe.read_forward(tangents, question)
-
-
-def _read_first_pass(ask: Ask, question: Question) -> Weights:
-    """The weights of ddout, which are made with the lse that is passed."""
-
-    def tangents(asked: Question) -> Answers:
-        _, given = probe.with_right(replace(asked, dout=np.zeros_like(asked.out)))
-        return {"out": ask(_moved(given))["ddout"]}
-
-    return replace(probe.read_forward(tangents, question), value_head=None)
-
-
-def _moved(question: Question) -> Question:
-    """In the direction of tv = v alone."""
+def _read_beyond(stage: str, ask: Ask, question: Question) -> Weights:
+    """The weights of tout, or those of ddout, which are made with the lse that is passed, in the
+    direction of tv = v alone. Raises Refused, as the others do."""
     still = {"tq": np.zeros_like(question.q), "tk": np.zeros_like(question.k)}
-    return replace(question, **still, tv=question.v)
+
+    def tangents(asked: Question) -> Answers:
+        if stage == "jvp":
+            answers = ask(replace(asked, **still, tv=asked.v))
+            return {"out": answers["tout"], "lse": answers["jvp lse"]}
+        _, given = probe.with_right(replace(asked, dout=np.zeros_like(asked.out)))
+        return {"out": ask(replace(given, **still, tv=asked.v))["ddout"]}
+
+    read = probe.read_forward(tangents, question)
+    return read if stage == "jvp" else replace(read, value_head=None)
 
 
-BEYOND = {"jvp": _read_tangents, "second": _read_first_pass}  # no file tells these
+BEYOND = {stage: partial(_read_beyond, stage) for stage in ("jvp", "second")}  # no file tells these
 
 
 def _is_of(one: Finding, side: str, stage: str) -> bool:
