@@ -8,7 +8,6 @@ import numpy as np
 
 from rawattn.check.diagnose.engine.attention import STEPS, Context, changed
 from rawattn.check.diagnose.evidence.places import Array, places_of
-from rawattn.check.diagnose.evidence.rules import Rule
 from rawattn.check.diagnose.evidence.support import LESS, MORE, Support, support_of
 from rawattn.check.diagnose.read.fields import Field, by_head
 from rawattn.check.diagnose.read.forms import Change, Part, by_own_sums, form_of
@@ -131,11 +130,6 @@ def _with_pairs(pairs: Support, dY: Callable[[Context], Array] | None, c: Contex
     return np.where(seen, np.where(right, found, _unmasked(c)), 0.0)
 
 
-def _repeated(rule: Rule, often: int, c: Context) -> Array:
-    places = places_of(c.question)
-    return np.asarray(np.where(of_view(c, rule.holds(places)[None]), often, 1) * c.dY)
-
-
 def _form_of(part: Part, second: Callable[[], Part]) -> Change:
     """What stands there in place of dS."""
     f, places = part.f, part.places
@@ -157,7 +151,8 @@ def _form_of(part: Part, second: Callable[[], Part]) -> Change:
         rule = repeated((places, f, part.known), (other.places, other.f, other.known))
         if rule is not None:
             text = f"counts pairs {most} times: {rule}"
-            return Change([text], "tile-counted-twice", partial(_repeated, rule, most))
+            times = partial(at, of=lambda x: np.where(rule.holds(x), most, 1)[None])
+            return Change([text], "tile-counted-twice", lambda c: times(c) * c.dY)
     logs = part.field(np.log(np.where(f > 0, f, 1.0)))
     told, of = of_distance(logs, places)
     if (f > 0)[logs.there].all() and logs.fits(of(places)):

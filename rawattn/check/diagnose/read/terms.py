@@ -84,12 +84,8 @@ def scores_of(c: Context, steps: Mapping[str, Step]) -> Array:
 
 def capped(change: Callable[[Context, Array], Array]) -> dict[str, Step]:
     """Other scores, as constants for every derivative."""
-
-    def cap(c: Context) -> Any:
-        value, *derivatives = STEPS["cap"](c)
-        return (change(c, value), *derivatives)
-
-    return {"cap": cap}
+    cap = STEPS["cap"]
+    return {"cap": lambda c: (change(c, cap(c)[0]), *cap(c)[1:])}
 
 
 def term_of(field: Field, c: Context, *, many: bool = False) -> Term | None:

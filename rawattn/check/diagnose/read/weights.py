@@ -7,7 +7,7 @@ from functools import partial
 import numpy as np
 
 from rawattn.check.diagnose.catalogue import maps, reading
-from rawattn.check.diagnose.catalogue.masks import Window, unmasked, windows
+from rawattn.check.diagnose.catalogue.masks import unmasked, windows
 from rawattn.check.diagnose.engine.attention import STEPS, TILES, Context, changed
 from rawattn.check.diagnose.evidence.places import Array, Places, log_sum
 from rawattn.check.diagnose.evidence.rules import Rule, Shown, rules_of
@@ -181,8 +181,11 @@ def class_of(support: Support, alive: Array, *, backward: bool) -> str:
     if dense:
         known = [(BACKWARD_ONLY, window) for _, window in unmasked(places.question) if backward]
         known += [(name, window) for name, _, window in windows(places.question)]
+        seen, rows = support.seen > 0, alive[..., None] & (places.b >= 0)
+        heads = ((seen != places.right) & rows).any(axis=(1, 2))  # that are wrong, all of them
         for name, window in known:
-            if _is(support, window, alive):
+            sees = window.holds(places.j - places.p, places.j - places.i) & places.own
+            if ((seen == sees) | ~rows)[heads].all():
                 return name
     kinds = {part.kind for part in support.parts}
     if kinds == {OTHER}:
@@ -210,12 +213,3 @@ def of_pairs(x: Places, lost: Array, due: Array) -> str:
             if np.array_equal(due & tail, due & lost):
                 return "tail-tile-dropped"
     return "pairs-dropped"
-
-
-def _is(support: Support, window: Window, alive: Array) -> bool:
-    """Whether it is that window in all heads that are wrong."""
-    x, seen = support.places, support.seen > 0
-    rows = alive[..., None] & (x.b >= 0)
-    due = window.holds(x.j - x.p, x.j - x.i) & x.own
-    heads = ((seen != x.right) & rows).any(axis=(1, 2))
-    return bool(((seen == due) | ~rows)[heads].all())
