@@ -37,11 +37,6 @@ def _weighted(c: Context) -> Floats:
         return np.where(c.W > 0, c.r(c.G * c.cap[0]) + np.log(c.W), -np.inf)
 
 
-def _e(c: Context) -> Floats:
-    e: Floats = (c.P * np.where(c.W > 0, c.E, 0.0)).sum(axis=-1)
-    return e if c.sink is None else e + c.P0 * c.tsink
-
-
 def _tdY(c: Context) -> Floats:
     tdY = c.r(c.G * c.cap[1] * c.tdS) + c.r(c.tG * c.dS)
     bent = 0.0 if c.question.softcap is None else c.r(c.cap[2] * c.tY * c.dS)
@@ -84,7 +79,7 @@ STEPS: dict[str, Step] = {
     # tangents in the direction (tQ, tK, tV, tG)
     "tY": lambda c: c.r(c.s * c.r(c.r(times(c.tQ, c.K.mT)) + c.r(times(c.Q, c.tK.mT)))),
     "E": lambda c: c.r(c.r(c.G * c.cap[1] * c.tY) + c.r(c.tG * c.Y)),
-    "e": _e,
+    "e": lambda c: (c.P * np.where(c.W > 0, c.E, 0.0)).sum(axis=-1) + c.P0 * c.tsink,
     "tP": lambda c: c.r(c.P * (c.E - c.e[..., None])),
     "tO": lambda c: c.r(c.r(times(c.o(c.tP), c.V)) + c.r(times(c.o(c.P), c.tV))),
     "tL": lambda c: c.e,

@@ -16,7 +16,7 @@ from rawattn.check.diagnose.engine.question import by_rows, side_of
 from rawattn.check.diagnose.evidence.places import Places, places_of
 from rawattn.check.diagnose.evidence.rules import Span
 from rawattn.check.diagnose.inferred.sample import Sample
-from rawattn.check.diagnose.read.contexts import of_view
+from rawattn.check.diagnose.read.terms import of_view
 
 GRADIENTS = ("dQ", "dK", "dV", "gQ", "gK", "gV")
 OF_FIRST_PASS = ("e", "tO")  # of a double backward; what is wrong there is so in all gradients

@@ -26,8 +26,8 @@ from rawattn.check.diagnose.engine.steps import LOG2_E, STEPS, Context, Floats, 
 from rawattn.check.diagnose.evidence.places import places_of
 from rawattn.check.diagnose.evidence.precision import finite
 from rawattn.check.diagnose.inferred.sample import Sample
-from rawattn.check.diagnose.read import contexts
 from rawattn.check.diagnose.read.fields import number
+from rawattn.check.diagnose.read.terms import of_view as of_pairs
 
 NUMBERS = 20_000  # of a tensor that are looked at, about
 NEAR, CLOSE = 1e-2, 1e-3  # of a factor to one that has a name; of what is off that may be left
@@ -145,7 +145,7 @@ def _right(question: Question) -> Answers:
 
 def _of_E_alone(c: Context) -> Floats:
     """The tangent of out whose P tV is of the right pairs alone."""
-    right = c.P * contexts.of_view(c, places_of(c.question).rights)
+    right = c.P * of_pairs(c, places_of(c.question).rights)
     return np.asarray(times(c.P * c.E, c.V) + times(right, c.tV) - c.e[..., None] * c.O)
 
 

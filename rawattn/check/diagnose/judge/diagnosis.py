@@ -5,7 +5,6 @@ can plant by proofs from other runs and structure (``proofs``). Long by the evid
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
-from functools import partial
 from typing import NamedTuple
 
 import numpy as np
@@ -66,10 +65,6 @@ def diagnose(
     return told.told(Diagnosis(side, (*strange, *found), (side,), tuple(facts)), side)
 
 
-def _again(call: Call, asked: Question) -> Answers:
-    return _well_formed(asked, call(asked), "")[0]
-
-
 def _numbers(question: Question, answers: Answers) -> tuple[int, int] | None:
     """The longest run of sequences without NaN, where others have some."""
     nan = np.zeros(question.batch, dtype=bool)
@@ -119,7 +114,9 @@ def sizes_of(question: Question) -> str:
 def _judge(
     question: Question, answers: Answers, side: str, call: Call | None, until: float, told: Readings
 ) -> tuple[list[Finding], list[str]]:
-    races = [] if call is None else proofs.of_race(question, partial(_again, call), side)
+    races = list[Finding]()
+    if call is not None:
+        races = proofs.of_race(question, lambda x: _well_formed(x, call(x), "")[0], side)
     answers = {} if races else answers  # which cannot be judged
     empty_ones, answers = proofs.of_empty(question, answers, side)
     verdicts: list[StageVerdict] = []
@@ -201,7 +198,10 @@ def _found(
     evidence = [_said(name, parts, form, must), *[CUT] * cut]
     doubts = [cut, others, *(part.verdict.unexplained for part in parts)]
     doubts.append(name == "rows-not-written" and {*wrong} <= {*OF_KEYS})  # sums over no queries
-    doubts.append(name in OF_LENGTHS and _sequences(question, wrong) <= OF_LENGTHS[name])
+    if name in OF_LENGTHS:
+        bad = {tensor: of.work.bad(tensor).any(axis=1) for tensor, of in wrong.items()}
+        sequences = {b for x, rows in bad.items() for b in question.sequence_of(x)[rows]}
+        doubts.append(len(sequences) <= OF_LENGTHS[name])
     clear = not any(doubts) and not best[0].inexact and _in_numbers(question, wrong)
     where = f"{where}: {', '.join(wrong or works)}"
     given = side, name, where, "high" if clear else "medium", evidence, tuple(others)
@@ -237,11 +237,6 @@ def _said(name: str, parts: Sequence[_Part], form: str, must: str) -> str:
     if not math.isfinite(differs):
         apart = "other elements are finite, or not 0"
     return f"the float64 reference with {bug} gives these numbers {near} ({without} {apart})"
-
-
-def _sequences(question: Question, wrong: Mapping[str, StageVerdict]) -> int:
-    bad = {name: of.work.bad(name).any(axis=1) for name, of in wrong.items()}
-    return len({*np.concatenate([question.sequence_of(name)[rows] for name, rows in bad.items()])})
 
 
 def _in_numbers(q: Question, wrong: Mapping[str, StageVerdict]) -> bool:

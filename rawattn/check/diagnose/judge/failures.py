@@ -26,8 +26,7 @@ from rawattn.check.diagnose.findings import CONFIDENCE, NAMELESS, Diagnosis, Fin
 from rawattn.check.diagnose.judge.diagnosis import diagnose, sizes_of
 from rawattn.check.diagnose.judge.least import Asker, least, of_stage, with_lengths
 from rawattn.check.diagnose.judge.match import LOOSE, catalogue
-from rawattn.check.diagnose.judge.proofs import finding, reference_of
-from rawattn.check.diagnose.judge.traps import ARRAYS, of_nan, of_traps
+from rawattn.check.diagnose.judge.proofs import ARRAYS, finding, of_nan, of_traps, reference_of
 from rawattn.check.diagnose.judge.whole import costs_of
 from rawattn.check.diagnose.read.name import NEAR, PASSES, UNREAD, Readings, read
 from rawattn.check.expected import Expected, Target, expect
@@ -107,9 +106,8 @@ def _finest(candidate: Candidate, case: Case) -> Case:
     """The case in float64, which tells the most, where its small problem fails then too."""
     fine = replace(case, dtype="float64")
     rows = () if fine == case else evaluate(candidate, small(fine))
-    return (
-        fine if any(row.verdict.verdict == "FAIL" and row.tensor != "-" for row in rows) else case
-    )
+    fails = any(row.verdict.verdict == "FAIL" and row.tensor != "-" for row in rows)
+    return fine if fails else case
 
 
 def _asked_once_more(candidate: Candidate, f: Finding, case: Case) -> Finding:
@@ -348,7 +346,10 @@ def _asked(
             continue
         due = _as_due(question, answers)
         found = diagnose(question, due, side=side, until=until, **known)
-        strange = _of_dtypes(side, answers, due)
+        # results of another dtype than they must have are judged in that one nonetheless
+        wrong = [n for n, x in answers.items() if x.dtype != due[n].dtype]
+        said = [f"{n} is {answers[n].dtype}; it must be {due[n].dtype}" for n in wrong]
+        strange = [finding(side, "wrong-dtype", ", ".join(wrong), "proved", said)] if wrong else []
         judged[side] = replace(found, findings=(*strange, *found.findings))
     return of_sides(" against ".join(judged), judged)
 
@@ -358,17 +359,8 @@ def _read(candidate: Candidate, question: Question) -> Readings:
         alone = of_stage(candidate, stage)
         return None if alone is None else partial(answers_of, alone)
 
-    def enough(bug: Bug) -> bool:
-        return _gives(candidate, question, dict.fromkeys(question.stages, bug)) is True
-
-    return read(question, ask, enough=enough)
-
-
-def _of_dtypes(side: str, answers: Answers, due: Answers) -> list[Finding]:
-    """Results of another dtype than they must have; they are judged in that one nonetheless."""
-    wrong = {n: x.dtype for n, x in answers.items() if x.dtype != due[n].dtype}
-    said = [f"{name} is {dtype}; it must be {due[name].dtype}" for name, dtype in wrong.items()]
-    return [finding(side, "wrong-dtype", ", ".join(wrong), "proved", said)] if wrong else []
+    gives, stages = partial(_gives, candidate, question), question.stages
+    return read(question, ask, enough=lambda bug: gives(dict.fromkeys(stages, bug)) is True)
 
 
 def _as_due(question: Question, answers: Answers) -> Answers:

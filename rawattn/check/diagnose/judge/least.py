@@ -13,9 +13,9 @@ from rawattn.check.cases import Case, in_use
 from rawattn.check.diagnose.engine.attention import FIRST
 from rawattn.check.diagnose.engine.question import STAGES, Answers, Question, by_rows, side_of
 from rawattn.check.diagnose.judge.diagnosis import sizes_of
-from rawattn.check.diagnose.read import branches
-from rawattn.check.diagnose.read.name import BEYOND, READERS
+from rawattn.check.diagnose.read.name import BEYOND, READERS, ask_branch
 from rawattn.check.diagnose.read.probe import OF_DERIVATIVES, Ask, Refused
+from rawattn.check.diagnose.read.said import branch_of
 from rawattn.check.diagnose.read.tables import ROW, Table, tables_of, told
 from rawattn.check.expected import Target, expect
 from rawattn.check.second import expect_second
@@ -104,7 +104,7 @@ def _fields(asker: Asker, case: Case, question: Question) -> Iterator[Table]:
     alone, stage = replace(question, **still), asker.stage
     asked = [("", asker.ask, alone)]
     if stage == "forward" and question.sliding is not None:
-        asked.append(("sliding ", branches.asked(question, asker.ask), branches.alone(question)))
+        asked.append(("sliding ", ask_branch(question, asker.ask), branch_of(question)))
     for name, function, of in asked:
         try:
             read = READ[stage](function, of)

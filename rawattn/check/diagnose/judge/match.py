@@ -36,14 +36,8 @@ SHARE = 2.0**-6  # of the size of a row: what another one is off by
 ROWS = 4  # wrong ones, at least, for a bug to be one of these alone
 ELSEWHERE = "; all else is right"
 # words of forms that tell no cause
-INEXACT = (
-    NO_RULE,
-    ELSEWHERE,
-    "and of no others",
-    "or are not written",
-    "the first tile alone",
-    "holds other numbers",
-)
+OF_NO_CAUSE = "and of no others", "or are not written", "the first tile alone"
+INEXACT = (NO_RULE, ELSEWHERE, *OF_NO_CAUSE, "holds other numbers")
 BETTER = 0.95  # of the residual, at most, that a bug leaves where it is the reason
 FAR = 0.3  # residual of what no rounding explains
 # Tensors of one loop, which a bug of that loop changes together.

@@ -85,17 +85,8 @@ def _of_numbers(verdict: StageVerdict, side: str) -> list[Finding]:
     for guess in work.planted([*terms.single(work.sample), *row_numbers.bugs(work.sample)]):
         left = [work.relative(n, guess) / verdict.null[n].relative for n in coarse]
         if max(left, default=1.0) < LEAVES:
-            where, said = (
-                f"{work.stage}: {', '.join(coarse)}",
-                f"leaves {max(left):.1g} of what is off",
-            )
-            of = (
-                side,
-                guess.bug.name,
-                where,
-                "high",
-                (f"planted in the float64 reference it {said}",),
-            )
+            said = f"planted in the float64 reference it leaves {max(left):.1g} of what is off"
+            of = side, guess.bug.name, f"{work.stage}: {', '.join(coarse)}", "high", (said,)
             return [finding(*of, form=guess.bug.variant)]
     return []
 
@@ -148,12 +139,8 @@ def narrowed(verdict: StageVerdict, tensors: Sequence[str]) -> tuple[str, str, f
     fine = stage == "forward" and all(verdict.null[n].relative < FAR_ONLINE for n in tensors)
     for how in ways:  # loops, which are dear, with the first one alone
         loops = _of_loops(question) if fine and how is ways[0] else ()
-        for form, of in _followed(
-            verdict,
-            tensors,
-            how,
-            itertools.chain(_roundings(stage, question.dtype == np.float64), loops),
-        ):
+        bugs = itertools.chain(_roundings(stage, question.dtype == np.float64), loops)
+        for form, of in _followed(verdict, tensors, how, bugs):
             left = {n: 1 + by**2 - 2 * like * by for n, (like, by) in of.items() if by > 1 / 4}
             # what one tensor shows to the last digit, others need not, but of many alike
             of_product = ALONE in form
@@ -200,12 +187,12 @@ def _of_loops(question: Question) -> Iterator[Bug]:
             form = f"{KEPT_ONLINE[kept]}, {tiles} in {name}"
             yield Bug("", form, FORWARD, steps=_online(chunk, down, {kept: r}))
         for at, cut in splits(question).items():
-            steps = steps_of("forward", cut, partial(_stored, r))
+
+            def stored(parts: Parts, r: Rounded = r) -> Results:
+                return merged(parts.with_out(r(parts.outs) * parts.sums["row_sum"]))
+
+            steps = steps_of("forward", cut, stored)
             yield Bug("", f"out of each of {at} in {name}", FORWARD, steps=steps)
-
-
-def _stored(r: Rounded, parts: Parts) -> Results:
-    return merged(parts.with_out(r(parts.outs) * parts.sums["row_sum"]))
 
 
 def _kept_in(r: Rounded, stage: str) -> Iterator[tuple[str, dict[str, Step]]]:
@@ -231,8 +218,7 @@ def _kept_in(r: Rounded, stage: str) -> Iterator[tuple[str, dict[str, Step]]]:
     for words, step in KEPT[stage].items():
         yield words, after(step)
     if stage == "backward":
-        of_P: Step = lambda c: STEPS["dV"](changed(c, P=r(c.P)))  # noqa: E731
-        yield "P (of P^T dO) and dS", {"dV": of_P} | after("dY")
+        yield "P (of P^T dO) and dS", {"dV": with_values("dV", P=lambda c: r(c.P))} | after("dY")
         yield "D, column by column,", {"D": added_up}
 
 

@@ -10,11 +10,8 @@ from typing import Any
 import numpy as np
 
 from rawattn.check.diagnose.catalogue import maps
-from rawattn.check.diagnose.catalogue.reading import array_of, of_view
 from rawattn.check.diagnose.engine.question import Question
-from rawattn.check.diagnose.engine.steps import STEPS, Context, changed
 from rawattn.check.diagnose.evidence.places import Array
-from rawattn.check.diagnose.read.probe import Weights
 
 Calls = Sequence[tuple[Array, Any]]  # right numbers of rows, and where they tell something
 FEW = 0.3  # of the rows that are known: a map may have nothing for so many
@@ -192,25 +189,3 @@ def rows_of(x: Array, near: float) -> Array | None:
     none is known. None where they have several."""
     low, high = np.fmin.reduce(x, axis=-1), np.fmax.reduce(x, axis=-1)
     return None if (high > low + near).any() else np.asarray((low + high) / 2)
-
-
-def map_of_lse(read: Weights) -> tuple[maps.Map, float] | None:
-    """The same of the lse that a backward pass takes, where nothing else is wrong with P."""
-    seen, rights, noise = read.seen, read.places.rights, 3 * read.noise
-    told = rights.any(axis=-1) & read.alive & read.telling
-    gone = told & ~seen.any(axis=-1)  # rows with an lse of no keys have no weights
-    found = np.where(seen & told[..., None], read.right.S - read.logs, np.nan)
-    found[gone] = np.inf
-    held = rows_of(np.where(rights, found, np.nan), noise)
-    if (seen != rights & ~gone[..., None])[told].any() or held is None:
-        return None
-    if not (np.abs(held - read.right.lse) > noise)[told & ~gone].any():  # but for lost rows
-        return None
-    calls = [(np.where(np.isfinite(L), L, np.inf), at) for L, at in read.calls]
-    return map_of(read.places.question, calls, held, noise)
-
-
-def with_lse(by: maps.Map, nothing: float, c: Context) -> Array:
-    q = c.question
-    L = by.moved(maps.geometry(q, "lse"), array_of(q, c.given, "lse"), nothing)
-    return np.asarray(STEPS["bP"](changed(c, L=of_view(c, "lse", L))))

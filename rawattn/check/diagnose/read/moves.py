@@ -9,7 +9,7 @@ import numpy as np
 from rawattn.check.diagnose.engine.attention import TILES
 from rawattn.check.diagnose.engine.steps import STEPS, Context, Floats, changed
 from rawattn.check.diagnose.evidence.places import Array, Places, places_of
-from rawattn.check.diagnose.evidence.rules import Rule, Shown, rules_of
+from rawattn.check.diagnose.evidence.rules import Shown, rules_of
 from rawattn.check.diagnose.evidence.structure import named
 from rawattn.check.diagnose.read.probe import TINY, Weights
 from rawattn.check.diagnose.read.said import Said
@@ -24,20 +24,20 @@ To = Callable[[Places], Array]  # where weights are, by where they belong, (tota
 def say_moves(said: Said, second: Callable[[], Weights]) -> bool:
     """Whether weights are right ones at other places, of rows where a backward pass has them."""
     read = said.weights
-    of, at, step = ("dout", "i", "dV") if read.passed else ("v", "j", "O")
+    of, at, step, axis = ("dout", "i", "dV", -2) if read.passed else ("v", "j", "O", -1)
     by = _moved(read) if read.places.question.dtype.itemsize in NEAR else None
     if by is None:
         return False
     other = second()
     again = _moved(other)
     both = [(read.places, by)] if again is None else [(read.places, by), (other.places, again)]
-    told = again is not None and (_by_rule(both, read.passed) or _in_tiles(both, read.passed))
+    told = again is not None and (_by_rule(both, at) or _in_tiles(both, at))
     text, to = told or (_listed(read.places, by, read.passed), None)
     said.say(f"the weight of {at} meets {of} of another {at}: {text}", "stale-tile")
     if to is None:
         said.unread.append("by no plain rule")
     else:
-        said.steps[step] = partial(_with_moved, to, -2 if read.passed else -1, step)
+        said.steps[step] = partial(_with_moved, to, axis, step)
     return True
 
 
@@ -70,43 +70,35 @@ def _moved(read: Weights) -> Array | None:
     return by.swapaxes(1, 2) if read.passed else by
 
 
-def _by_rule(both: list[Read], passed: bool) -> tuple[str, To] | None:
+def _by_rule(both: list[Read], at: str) -> tuple[str, To] | None:
     """Where all that are moved are so by one number, by a rule that holds on other lengths too."""
     distances = np.unique(both[0][1][(both[0][1] != 0) & (both[0][1] != UNKNOWN)])
     shown = [Shown(x, (y != UNKNOWN).any(axis=0), (y == distances[0]).any(axis=0)) for x, y in both]
     rule = next(rules_of(*shown), None) if len(distances) == 1 else None
     if rule is None:
         return None
-    text = f"{'ji'[passed]} {distances[0]:+d}" + f", those with {rule}" * bool(rule.spans)
-    return text, partial(_further, rule, int(distances[0]), passed)
+    text = f"{at} {distances[0]:+d}" + f", those with {rule}" * bool(rule.spans)
+    return text, lambda x: np.asarray(getattr(x, at) + int(distances[0]) * rule.holds(x))
 
 
-def _further(rule: Rule, by: int, of_rows: bool, x: Places) -> Array:
-    return np.asarray(_at(x, of_rows) + by * rule.holds(x))
-
-
-def _at(x: Places, of_rows: bool) -> Array:
-    return x.i if of_rows else x.j
-
-
-def _in_tiles(both: list[Read], passed: bool) -> tuple[str, To] | None:
+def _in_tiles(both: list[Read], place: str) -> tuple[str, To] | None:
     """Where tiles have an order of their own, the same in all of them."""
     for tile in TILES:
         order, here = np.full(tile, -1), []
         for x, by in both:
             known = by != UNKNOWN
-            at = np.broadcast_to(_at(x, passed) % tile, by.shape)[known]
+            at = np.broadcast_to(getattr(x, place) % tile, by.shape)[known]
             here.append((at, at + by[known]))
             order[at] = at + by[known]
         inside = ((order >= 0) & (order < tile)).all()
         if inside and all((order[at] == to).all() for at, to in here):
             text = f"in every tile of {tile} in the order {', '.join(map(str, order))}"
-            return text, partial(_reordered, order, passed)
+            return text, partial(_reordered, order, place)
     return None
 
 
-def _reordered(order: Array, of_rows: bool, x: Places) -> Array:
-    at = _at(x, of_rows) + np.zeros(x.j.shape, dtype=int)
+def _reordered(order: Array, place: str, x: Places) -> Array:
+    at = getattr(x, place) + np.zeros(x.j.shape, dtype=int)
     return np.asarray(at - at % len(order) + order[at % len(order)])
 
 

@@ -1,4 +1,6 @@
-"""What a function does, in words: the fields that were read of its two passes, as readings."""
+"""What a function does, in words: the fields that were read of its two passes, as readings; and of
+what is asked such that it is a dense forward pass: the sliding branch of block-sparse attention,
+and passes beyond the first order. With tv alone as direction tout, or ddout, is P tv."""
 
 import math
 from collections.abc import Callable, Sequence
@@ -10,13 +12,13 @@ import numpy as np
 
 from rawattn.check.diagnose.catalogue.classes import CLASSES
 from rawattn.check.diagnose.engine.attention import Bug, solve
-from rawattn.check.diagnose.engine.question import Answers, Question
+from rawattn.check.diagnose.engine.question import LISTS, Answers, Question
 from rawattn.check.diagnose.evidence.places import places_of
 from rawattn.check.diagnose.evidence.support import Support
 from rawattn.check.diagnose.findings import NAMELESS, PLAIN, Diagnosis, Finding
-from rawattn.check.diagnose.read import branches, probe, tables
-from rawattn.check.diagnose.read.probe import Ask, Refused, problem
-from rawattn.check.diagnose.read.said import Said
+from rawattn.check.diagnose.read import probe, tables
+from rawattn.check.diagnose.read.probe import Ask, Refused, Weights, problem
+from rawattn.check.diagnose.read.said import Said, branch_of
 from rawattn.check.diagnose.read.slopes import said_of_backward
 from rawattn.check.diagnose.read.weights import said_of
 
@@ -33,7 +35,6 @@ READERS: dict[str, tuple[Callable[..., Any], Callable[..., Said]]] = {
     "forward": (probe.read_forward, said_of),
     "backward": (probe.read_backward, said_of_backward),
 }
-BEYOND = {"jvp": branches.read_tangents, "second": branches.read_first_pass}  # no file tells these
 TELLING = {"forward": "out", "backward": "dv"}  # of who sees whom, on any problem
 FURTHER = 5  # lengths of that problem
 NEAR = {2: 2e-2, 4: 5e-3, 8: 1e-5}  # of a row, by the bytes of the inputs
@@ -77,6 +78,40 @@ class Readings:
 
 
 UNREAD = Readings()
+
+
+def ask_branch(like: Question, ask: Ask) -> Ask:
+    """Asks for the sliding branch's results, by a forward pass whose lists name nothing."""
+
+    def branch(question: Question) -> Answers:
+        given: dict[str, Any] = {"causal": like.causal, "window": like.window}
+        for name in LISTS[:3]:
+            if (x := getattr(like, name)) is not None:
+                shape = (len(question.q), *x.shape[1:])
+                given[name] = np.full(shape, -1 if name == LISTS[0] else 1, x.dtype)
+        answers = ask(replace(question, **given, sliding=like.sliding))
+        return {name: answers[f"sliding {name}"] for name in ("out", "lse")}
+
+    return branch
+
+
+def _read_beyond(stage: str, ask: Ask, question: Question) -> Weights:
+    """The weights of tout, or those of ddout, which are made with the lse that is passed, in the
+    direction of tv = v alone. Raises Refused, as the others do."""
+    still = {"tq": np.zeros_like(question.q), "tk": np.zeros_like(question.k)}
+
+    def tangents(asked: Question) -> Answers:
+        if stage == "jvp":
+            answers = ask(replace(asked, **still, tv=asked.v))
+            return {"out": answers["tout"], "lse": answers["jvp lse"]}
+        _, given = probe.with_right(replace(asked, dout=np.zeros_like(asked.out)))
+        return {"out": ask(replace(given, **still, tv=asked.v))["ddout"]}
+
+    read = probe.read_forward(tangents, question)
+    return read if stage == "jvp" else replace(read, value_head=None)
+
+
+BEYOND = {stage: partial(_read_beyond, stage) for stage in ("jvp", "second")}  # no file tells these
 
 
 def _is_of(one: Finding, side: str, stage: str) -> bool:
@@ -134,9 +169,9 @@ def read(
         asked, lacks = ask("forward" if branch else stage), stage in BEYOND and question.tv is None
         if asked is None or lacks or (branch and question.sliding is None):
             continue
-        here = branches.alone(question) if branch else question
+        here = branch_of(question) if branch else question
         try:
-            said = _read(here, stage, branches.asked(question, asked) if branch else asked, known)
+            said = _read(here, stage, ask_branch(question, asked) if branch else asked, known)
         except Refused as why:
             facts.append(f"the {PASSES[stage]} cannot be read off: {why}")
             continue

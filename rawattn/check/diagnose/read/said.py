@@ -2,9 +2,10 @@
 bugs of the catalogue."""
 
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field
-from functools import cached_property
+from dataclasses import dataclass, field, replace
+from functools import cached_property, lru_cache, partial
 from types import SimpleNamespace
+from typing import Any
 
 import numpy as np
 
@@ -12,14 +13,13 @@ from rawattn.check.diagnose.catalogue.classes import CLASSES
 from rawattn.check.diagnose.catalogue.second_order import JVP, SECOND, of_one_pass
 from rawattn.check.diagnose.catalogue.sparse import selection
 from rawattn.check.diagnose.engine import attention
-from rawattn.check.diagnose.engine.attention import BACKWARD, FIRST, Bug, See, Step, View, views_of
-from rawattn.check.diagnose.engine.steps import STEPS, changed
+from rawattn.check.diagnose.engine.attention import BACKWARD, FIRST, FORWARD, Bug, See, View
+from rawattn.check.diagnose.engine.question import LISTS, Question
+from rawattn.check.diagnose.engine.steps import STEPS, Context, Step, changed
 from rawattn.check.diagnose.evidence.places import Array, Places, log_sum
 from rawattn.check.diagnose.evidence.support import Support, pairs_of
-from rawattn.check.diagnose.read import branches
-from rawattn.check.diagnose.read.contexts import context_of, scores_of
 from rawattn.check.diagnose.read.probe import Weights
-from rawattn.check.diagnose.read.terms import Term
+from rawattn.check.diagnose.read.terms import Term, context_of, scores_of
 from rawattn.reference.dense import dead_to_inf
 
 STAGES = {"backward": BACKWARD, "second": SECOND, "jvp": JVP}
@@ -78,10 +78,9 @@ class Said:
         words = "; ".join(self.wrong)
         if self.listed is not None and self.wrong == [_title(self.listed)]:
             words = self.listed.variant
-        bug = Bug(
-            self.name or "unknown", words, STAGES.get(self.stage, FIRST), self.see, self.steps
-        )
-        return branches.planted(bug) if self.stage == "sliding" else bug
+        stages = STAGES.get(self.stage, FIRST)
+        bug = Bug(self.name or "unknown", words, stages, self.see, self.steps)
+        return _in_branch(bug) if self.stage == "sliding" else bug
 
     @property
     def bugs(self) -> list[Bug]:
@@ -114,6 +113,29 @@ class Said:
         return None if self.support.right else self.support.see
 
 
+@lru_cache(maxsize=8)
+def branch_of(question: Question) -> Question:
+    """The dense problem that the sliding branch is; ``question`` without one is no such problem."""
+    without: dict[str, Any] = dict.fromkeys((*LISTS, "sliding"))
+    return replace(question, **without, window=question.sliding or (-1, -1))
+
+
+def _in_branch(bug: Bug) -> Bug:
+    """A bug of the dense problem in the branch alone, whose views have no lists."""
+
+    def see(question: Question, views: tuple[View, ...]) -> Sequence[View]:
+        there = bug.see is not None and views and views[0].lists is None
+        return bug.see(branch_of(question), views) if bug.see and there else views
+
+    def step(name: str, c: Context) -> Any:
+        if c.view.lists is not None:
+            return STEPS[name](c)
+        return bug.steps[name](changed(c, question=branch_of(c.question)))
+
+    steps = {name: partial(step, name) for name in bug.steps}
+    return replace(bug, stages=FORWARD, steps=steps, see=bug.see and see)
+
+
 def _title(bug: Bug) -> str:
     return ": ".join(filter(None, (CLASSES[bug.name].title, bug.variant)))
 
@@ -137,7 +159,7 @@ def of_scale(factors: Array, places: Places) -> str:
 def of_lists(read: Weights, again: Callable[[], Weights]) -> Iterator[Said]:
     """Of block-sparse attention the listed bugs that give all weights on both problems; none where
     they are right."""
-    views = views_of(read.places.question) if read.places.question.sparse else ()
+    views = attention.views_of(read.places.question) if read.places.question.sparse else ()
     wrong = [view for view in views if not _fits(attention.NO_BUG, read, [view])]
     if not wrong:
         return
@@ -146,7 +168,7 @@ def of_lists(read: Weights, again: Callable[[], Weights]) -> Iterator[Said]:
         of_scores = bug.steps.keys() <= SITES and (bug.see or "S" in bug.steps)
         if not of_scores or not _fits(bug, read, [first]):
             continue
-        if all(_fits(bug, x, views_of(x.places.question)) for x in (read, again())):
+        if all(_fits(bug, x, attention.views_of(x.places.question)) for x in (read, again())):
             seen = read.places.rights if bug.see is None else read.places.rights & read.seen
             support = Support(read.places, seen, (), listed=bug.see)
             said = Said(read, support, steps=dict(bug.steps), listed=bug)
@@ -160,7 +182,7 @@ def listed_scores(
     """The scores (num_heads_q, total_q, total_k) with a bug, -inf of what nobody sees, and their
     factors, for the right scores ``S``. Raises ValueError where it sees what is no key."""
     q = places.question
-    views = tuple(views_of(q) if views is None else views)
+    views = tuple(attention.views_of(q) if views is None else views)
     right, found, gates = places.gates, np.full(S.shape, -np.inf), np.ones(S.shape)
     for view in views if bug.see is None else bug.see(q, views):
         if (view.keys < 0).any():

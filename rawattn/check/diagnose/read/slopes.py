@@ -8,15 +8,12 @@ import numpy as np
 
 from rawattn.check.diagnose.engine.attention import STEPS, Context, changed
 from rawattn.check.diagnose.evidence.places import Array, places_of
-from rawattn.check.diagnose.evidence.rules import Rule
 from rawattn.check.diagnose.evidence.support import LESS, MORE, Support, support_of
-from rawattn.check.diagnose.read.contexts import of_view
 from rawattn.check.diagnose.read.fields import Field, by_head
-from rawattn.check.diagnose.read.forms import Change, by_own_sums, form_of
-from rawattn.check.diagnose.read.part import Part
+from rawattn.check.diagnose.read.forms import Change, Part, by_own_sums, form_of
 from rawattn.check.diagnose.read.probe import Backward
 from rawattn.check.diagnose.read.said import COARSE, Said, of_lists, of_scale
-from rawattn.check.diagnose.read.terms import at, of_distance
+from rawattn.check.diagnose.read.terms import at, of_distance, of_view
 from rawattn.check.diagnose.read.weights import BACKWARD_ONLY, of_pairs, repeated, said_of
 from rawattn.reference.dense import dead_to_inf
 
@@ -133,11 +130,6 @@ def _with_pairs(pairs: Support, dY: Callable[[Context], Array] | None, c: Contex
     return np.where(seen, np.where(right, found, _unmasked(c)), 0.0)
 
 
-def _repeated(rule: Rule, often: int, c: Context) -> Array:
-    places = places_of(c.question)
-    return np.asarray(np.where(of_view(c, rule.holds(places)[None]), often, 1) * c.dY)
-
-
 def _form_of(part: Part, second: Callable[[], Part]) -> Change:
     """What stands there in place of dS."""
     f, places = part.f, part.places
@@ -153,16 +145,14 @@ def _form_of(part: Part, second: Callable[[], Part]) -> Change:
         return Change([text], name, lambda c: by[c.view.heads] * c.dY, times=by.ravel())
     if (found := form_of(part, second)) is not None:
         return found
-    often = np.rint(f)
-    if {*np.unique(often[part.known])} - {1.0} and part.field(
-        (f - often) / np.maximum(often, 1)
-    ).zero:
+    often, most = np.rint(f), int(np.rint(f[part.known]).max())
+    if most > 1 and part.field((f - often) / np.maximum(often, 1)).zero:
         other = second()
         rule = repeated((places, f, part.known), (other.places, other.f, other.known))
-        most = int(often[part.known].max())
-        if rule is not None and most > 1:
+        if rule is not None:
             text = f"counts pairs {most} times: {rule}"
-            return Change([text], "tile-counted-twice", partial(_repeated, rule, most))
+            times = partial(at, of=lambda x: np.where(rule.holds(x), most, 1)[None])
+            return Change([text], "tile-counted-twice", lambda c: times(c) * c.dY)
     logs = part.field(np.log(np.where(f > 0, f, 1.0)))
     told, of = of_distance(logs, places)
     if (f > 0)[logs.there].all() and logs.fits(of(places)):

@@ -4,24 +4,24 @@
 from collections.abc import Callable, Iterator
 from functools import lru_cache, partial
 from itertools import product
+from typing import Any
 
 import numpy as np
 
 from rawattn.check.diagnose.catalogue.maps import Map, geometry
 from rawattn.check.diagnose.engine.attention import TILES
-from rawattn.check.diagnose.engine.question import Question
 from rawattn.check.diagnose.engine.steps import STEPS, Context
 from rawattn.check.diagnose.evidence.places import Array, Places, Right, log_sum, places_of
 from rawattn.check.diagnose.evidence.rules import Rule, Span
 from rawattn.check.diagnose.read import fields
-from rawattn.check.diagnose.read.contexts import of_view
 from rawattn.check.diagnose.read.fields import map_of, sum_in_words, sums_of
 from rawattn.check.diagnose.read.probe import Weights
 from rawattn.check.diagnose.read.said import Said
-from rawattn.check.diagnose.read.terms import of_other_heads
+from rawattn.check.diagnose.read.terms import of_other_heads, of_view
 from rawattn.reference.dense import dead_to_inf
 
-MOST = 3  # of PARTS, in a sum
+MOST = 3  # of what rows have, in a sum
+SINK, MORE = "sink", "the larger of row_max and sink"
 ROUNDED = 8e-3  # off by less: sums or weights in 16 bits may be
 TELLING = 0.1  # noise of the logarithm of what is in a row sum, at most, where it tells something
 KEYS: dict[str, Callable[[Places], Array]] = {  # that row sums may be over
@@ -36,9 +36,10 @@ class Rows:
     (``bare``), and the largest score that is right, ``top``."""
 
     def __init__(self, places: Places, S: Array, seen: Array, due: Array | None = None) -> None:
-        self.places, self.S, question = places, S, places.question
+        self.places, self.S, sinks = places, S, places.question.sinks
         self.bare = log_sum(np.where(seen, S, -np.inf))
-        self.sinks = None if question.sinks is None else _sinks(question) + np.zeros_like(self.bare)
+        of_row = np.zeros_like(self.bare)
+        self.sinks: Any = None if sinks is None else np.asarray(sinks, float)[:, None] + of_row
         with_sinks = self.bare if self.sinks is None else np.logaddexp(self.bare, self.sinks)
         self.due = with_sinks if due is None else due
         self.top = np.where(places.rights, S, -np.inf).max(axis=-1, initial=-np.inf)
@@ -56,10 +57,10 @@ class _Read(Rows):
         self.total = self.total / np.maximum(right.sum(axis=-1), 1)
         self.noise, self.known = 3 * read.noise, right.any(axis=-1) & read.alive
 
-    def fit(self, L: Array, times: int = 1) -> bool:
+    def fit(self, of: "Logs", times: int = 1) -> bool:
         """Whether these are the logarithms of the sums. NaN of rows that have none: they tell
         nothing, where they are few, or are divided by 1 beside their maximum."""
-        none = np.isnan(L)
+        none = np.isnan(L := of(self))
         few = none.mean(where=self.known) < fields.FEW
         off = np.abs(self.total - np.where(none, self.total if few else self.top, L))
         return bool(off[self.known].max(initial=0) < times * self.noise)
@@ -69,15 +70,11 @@ Logs = Callable[[Rows], Array]
 Form = tuple[str, str, Logs]  # in words, the class, and what rows are divided by
 
 
-def _sinks(question: Question) -> Array:
-    return np.asarray(question.sinks, dtype=np.float64)[:, None]
-
-
 def say_passed(said: Said) -> None:
     """Whether weights are exp(score - lse), with the lse that was given."""
     x = _Read(said, said.weights, said.weights.right.lse)
     x.known &= np.isfinite(x.due)
-    if not x.fit(x.due, 8):
+    if not x.fit(lambda x: x.due, 8):
         _say_form(said, x, None)
         if "softmax" in said.steps:
             own = said.steps.pop("softmax")
@@ -93,7 +90,7 @@ def say_sums(said: Said, second: Callable[[], Weights]) -> None:
         _say_filled(said, level[wrongly], x.noise)
         S = np.where(wrongly, level, x.S)
         Rows.__init__(x, x.places, S, x.seen)
-    if x.fit(x.due):
+    if x.fit(lambda x: x.due):
         said.right.append("row sums")
     else:
         _say_form(said, x, second)
@@ -104,7 +101,7 @@ def say_sums(said: Said, second: Callable[[], Weights]) -> None:
 def _say_form(said: Said, x: _Read, second: Callable[[], Weights] | None) -> None:
     """The first form that gives what was read, or what can be said without one."""
     for text, name, L in _forms(x, second is None):
-        if x.fit(L(x)) and (second is None or _holds(said, L, second())):
+        if x.fit(L) and (second is None or _Read(said, second()).fit(L)):
             said.say(text, name)
             said.steps["softmax"] = partial(_over, lru_cache(maxsize=2)(partial(_planted, said, L)))
             return
@@ -115,15 +112,9 @@ def _say_form(said: Said, x: _Read, second: Callable[[], Weights] | None) -> Non
         said.say(f"the row sums have exp(sink) {often} too often", "denominator")
     elif often := _often(x, mass):
         said.say(f"the row sums have exp(0) of what is no key, {often}", "denominator")
-    elif second is not None:
-        said.say("the row sums are wrong, by another number in every row", "denominator")
-    else:  # it may be the lse that was read
-        said.say("the row sums are wrong, by another number in every row", "")
-
-
-def _holds(said: Said, L: Logs, read: Weights) -> bool:
-    other = _Read(said, read)
-    return other.fit(L(other))
+    else:  # of a backward pass it may be the lse that was read
+        name = "denominator" * (second is not None)
+        said.say("the row sums are wrong, by another number in every row", name)
 
 
 def _planted(said: Said, L: Logs, places: Places) -> Array:
@@ -180,12 +171,8 @@ def _say_lse(said: Said, x: _Read) -> None:
 
 def _forms(x: _Read, passed: bool) -> Iterator[Form]:
     """What rows may be divided by; ``passed``: with an lse that was made before."""
-    if not passed and x.sinks is None:
-        yield from _of_keys(x)
-    elif not passed:
-        yield "the sinks are not in the row sums", "sinks-dropped", lambda x: x.bare
-        yield from _of_sink(x)
     if not passed:
+        yield from _of_keys(x) if x.sinks is None else _of_sink(x)
         yield "the row sums are those of the right scores", "", lambda x: Right(x.places).lse
     ratio, mass = (x.total - x.due)[x.known], np.exp(x.total) - np.exp(x.due)
     if np.ptp(ratio) < 8 * x.noise:
@@ -198,9 +185,8 @@ def _forms(x: _Read, passed: bool) -> Iterator[Form]:
         yield text, "statistics-misplaced", partial(_moved, other[0], lambda x: x.due)
     yield from _of_heads(x)
     yield from _with_more(x, mass)
-    names = [*_parts(x)]
     basis = {name: (of / x.noise)[x.known] for name, of in _parts(x).items()}
-    for factors in sums_of(basis, x.total[x.known] / x.noise, min(MOST, len(names))):
+    for factors in sums_of(basis, x.total[x.known] / x.noise, MOST):
         text = f"rows are divided by exp({sum_in_words(factors)})"
         yield text, "denominator", partial(_sum_of, factors)
 
@@ -208,13 +194,8 @@ def _forms(x: _Read, passed: bool) -> Iterator[Form]:
 def _parts(x: Rows) -> dict[str, Array]:
     """Numbers of rows of which others may be sums."""
     found = {"the right lse": x.due, "row_max": x.top, "row_sum": np.exp(x.due - x.top)}
-    return found | {"": np.ones_like(x.top)} | _of_sinks(x)
-
-
-def _of_sinks(x: Rows) -> dict[str, Array]:
-    if x.sinks is None:
-        return {}
-    return {"sink": x.sinks, "the larger of row_max and sink": np.maximum(x.sinks, x.top)}
+    found[""] = np.ones_like(x.top)
+    return found if x.sinks is None else found | {SINK: x.sinks, MORE: np.maximum(x.sinks, x.top)}
 
 
 def _sum_of(factors: dict[str, float], x: Rows) -> Array:
@@ -224,21 +205,20 @@ def _sum_of(factors: dict[str, float], x: Rows) -> Array:
 
 
 def _of_sink(x: _Read) -> Iterator[Form]:
-    """exp of a sum of sink and row's maximum in place of exp(sink), or that of other rows."""
+    """Nothing, exp of a sum of sink and row's maximum, or that of other rows, for exp(sink)."""
+    yield "the sinks are not in the row sums", "sinks-dropped", lambda x: x.bare
     more = np.exp(x.total) - np.exp(x.bare)
     known = x.known & (more > 0)
     held = np.log(np.where(known, more, 1.0))
     size = np.where(known, x.noise * np.exp(x.total) / np.where(known, more, 1.0) + 1e-9, 1.0)
-    basis = {n: (y / size)[known] for n, y in ({"row_max": x.top} | _of_sinks(x)).items()}
-    basis[""] = (1 / size)[known]
+    basis = {name: (_parts(x)[name] / size)[known] for name in ("row_max", SINK, MORE, "")}
     for factors in sums_of(basis, (held / size)[known], MOST) if known.any() else ():
         text = f"the row sums have exp({sum_in_words(factors)}), in place of exp(sink)"
         yield text, "sinks-misplaced", partial(_with_sink, partial(_sum_of, factors))
     told = np.where(known & (size < TELLING), held, np.nan)
-    sinks = np.log(_exp_sink(x))
-    if (other := map_of(x.places.question, [(sinks, ...)], told, size)) is not None:
+    if (other := map_of(x.places.question, [(x.sinks, ...)], told, size)) is not None:
         text = f"the row sums have the sink of other rows and heads: {other[0].words}"
-        moved = partial(_moved, other[0], lambda x: np.log(_exp_sink(x)))
+        moved = partial(_moved, other[0], lambda x: x.sinks)
         yield text, "sinks-misplaced", partial(_with_sink, moved)
 
 
@@ -316,23 +296,20 @@ def _with_more(x: _Read, mass: Array) -> Iterator[Form]:
     ends |= {f"{padded} keys": (0, padded)} if padded > max(lengths) else {}  # which is not here
     ends |= {f"the end of its last tile of {t} keys": (t, 0) for t in TILES}
     units: dict[str, Logs] = {end: partial(_padding, *of) for end, of in ends.items()}
-    units |= {"": lambda x: np.ones_like(x.top)} if x.sinks is None else {"sink": _exp_sink}
+    one: tuple[str, Logs] = (SINK, lambda x: np.exp(x.sinks))
+    units |= [("", lambda x: np.ones_like(x.top)) if x.sinks is None else one]
     for end, of in units.items():
         unit = np.where(x.known, of(x), 0.0)
         times = (mass * unit).sum(axis=1) / np.maximum((unit**2).sum(axis=1), 1e-30)
         times = np.where(np.abs(times - np.rint(times)) < 0.02, np.rint(times), times)[:, None]
         name = "padded-keys" if end in ends else "denominator"
-        text = {"": "{} more than the keys that are seen", "sink": "exp(sink) {} times too often"}
+        text = {"": "{} more than the keys that are seen", SINK: "exp(sink) {} times too often"}
         said = text.get(end, f"every key of padding up to {end}").format(fields.by_head(times))
         if end in ends:
             times = np.ones_like(times)
         elif end and (times == -1).all():
             name = "sinks-dropped"
         yield f"the row sums have {said}", name, partial(_and_more, times, of)
-
-
-def _exp_sink(x: Rows) -> Array:
-    return np.asarray(np.exp(_sinks(x.places.question)) + np.zeros_like(x.top))
 
 
 def _padding(tile: int, length: int, x: Rows) -> Array:

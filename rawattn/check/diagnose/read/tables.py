@@ -18,6 +18,7 @@ OFF = 8.0  # units of noise
 SMALL = 1e-4  # of a row's largest weight: less tells nothing
 PIECES, HEADS = 16, 4  # of what is wrong of a head, and heads that are not alike, that are told
 ROW = ("it",)  # the columns of a table of one number a row
+ROWS = {"q": "i", "k": "j"}  # what rows of a side are called
 
 
 @dataclass(frozen=True)
@@ -35,10 +36,6 @@ class Table:
     noise: float
     floor: float = 1.0
     free: Array | None = None
-
-    @property
-    def row(self) -> str:
-        return "ij"[self.side == "k"]
 
     @cached_property
     def off(self) -> Array:
@@ -154,7 +151,7 @@ def _of_head(of: Table, question: Question, rows: Array, head: int) -> str:
             listed = lists[row, head * lists.shape[1] // question.num_heads_q]
             text += f" (its blocks {', '.join(map(str, listed))})"
         pieces.setdefault(text, []).append(int(row - rows[0]))
-    said = [f"{of.row} = {named('', places)}: {text}" for text, places in pieces.items()]
+    said = [f"{ROWS[of.side]} = {named('', places)}: {text}" for text, places in pieces.items()]
     if len(said) > PIECES:
         said[PIECES:] = [f"... ({len(said) - PIECES} more)"]
     count = f" at {np.count_nonzero(off)} of {off.size} places" * (off.size > 1)
@@ -200,7 +197,7 @@ def _other_row(of: Table, head: int, row: int, columns: Array) -> str:
         return "is not finite"
     if np.count_nonzero(near) == 1:
         h, i = map(int, np.argwhere(near)[0])
-        at = [f"head {h}"] * (h != head) + [f"{of.row} {i - row:+d}"] * (i != row)
+        at = [f"head {h}"] * (h != head) + [f"{ROWS[of.side]} {i - row:+d}"] * (i != row)
         return f"is that of {', '.join(at)}"
     if of.columns == ROW:
         return f"is {found[0]:.4g}, not {due[0]:.4g}"

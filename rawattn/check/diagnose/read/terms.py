@@ -1,18 +1,19 @@
-"""What scores are in place of the right ones: with a term of places, other functions of themselves,
-of other heads, of some columns. A term fits if its steps give the log-weights that were read."""
+"""All pairs of a problem as one view, of which steps of the engine make what was read; and what its
+scores are in place of the right ones: with a term of places, other functions of themselves, of
+other heads, of some columns. A term fits if its steps give the log-weights that were read."""
 
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
-from functools import partial
 from itertools import chain
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 
 from rawattn.check.diagnose.catalogue.second_order import with_values
-from rawattn.check.diagnose.engine.steps import STEPS, Context, Step, changed
-from rawattn.check.diagnose.evidence.places import Array, Places, places_of
-from rawattn.check.diagnose.read.contexts import capped, of_view, scores_of
+from rawattn.check.diagnose.engine.attention import Bug, Same, View, exact, run_steps
+from rawattn.check.diagnose.engine.steps import SCORES, STEPS, Context, Step, changed
+from rawattn.check.diagnose.evidence.places import Array, Places, Right, places_of
 from rawattn.check.diagnose.read.fields import Field, by_head, number, of_heads, runs_of
 
 Curve = Callable[[Array, float], tuple[Array, Array]]  # other scores, and their derivative
@@ -38,17 +39,66 @@ class Term:
     values: tuple[float, ...] = ()
 
 
+def of_view(c: Context, whole: Array) -> Array:
+    """Of (num_heads_q or 1, total_q, total_k) the part of a view."""
+    heads = c.view.heads if len(whole) > 1 else np.zeros(1, dtype=int)
+    return np.asarray(whole[np.ix_(heads, c.view.rows, np.maximum(c.view.keys, 0))])
+
+
+def context_of(places: Places, S: Array) -> Context:
+    """What steps take, as of one view that holds all: of all heads, also K and V, and of pairs that
+    no query sees; with Y such that S (num_heads_q, total_q, total_k) are the scores."""
+    q, (n, m) = places.question, places.j.shape
+    rows, keys, heads = (np.arange(count) for count in (n, m, q.num_heads_q))
+    view = View(0, rows, keys, heads, 0, np.ones((1, n, m)))
+    c = SimpleNamespace(question=q, view=view, W=view.weight, s=q.scale, r=exact, o=exact, dL=0.0)
+    c.Q = q.q.astype(np.float64).swapaxes(0, 1)
+    c.K, c.V = (x.astype(np.float64).swapaxes(0, 1).repeat(q.group, axis=0) for x in (q.k, q.v))
+    c.G = places.gates
+    c.S, c.Y, c.cap = S, S / c.G, (S / c.G, 1.0)
+    if q.softcap is not None:
+        with np.errstate(divide="ignore", invalid="ignore"):
+            c.Y = q.softcap * np.arctanh(c.Y / q.softcap)
+        c.cap = c.cap[0], 1 - (c.cap[0] / q.softcap) ** 2
+    return c
+
+
+def backward_of(right: Right) -> Context:
+    """The same with what a backward pass has before P."""
+    c, q = context_of(right.places, right.S), right.places.question
+    c.given = Same((right.out, right.lse))
+    c.dO, c.O = (np.asarray(x, np.float64).swapaxes(0, 1) for x in (q.dout, right.out))
+    c.L, c.dP, c.D = right.lse, c.dO @ c.V.mT, (c.dO * c.O).sum(axis=-1)
+    c.sink = None if q.sinks is None else np.asarray(q.sinks, np.float64)[:, None]
+    c.slope, c.dL = c.G * c.cap[1], np.zeros_like(c.D)
+    return c
+
+
+def scores_of(c: Context, steps: Mapping[str, Step]) -> Array:
+    """The scores of a context that has Y, with these steps."""
+    c = changed(c)
+    with np.errstate(all="ignore"):
+        run_steps(c, SCORES if "Y" in steps else SCORES[1:], Bug("", steps=steps))
+    return np.asarray(c.S)
+
+
+def capped(change: Callable[[Context, Array], Array]) -> dict[str, Step]:
+    """Other scores, as constants for every derivative."""
+    cap = STEPS["cap"]
+    return {"cap": lambda c: (change(c, cap(c)[0]), *cap(c)[1:])}
+
+
 def term_of(field: Field, c: Context, *, many: bool = False) -> Term | None:
     """The plainest term that leaves nothing but rounding; ``many``: of many numbers."""
-    plain = (_biases(field, c), _factors(field, c), _curves(field, c))
-    parts = (_heads(field, c), _columns(field, c)) if many else plain
-    return next((t for t in chain(*parts) if field.fits(scores_of(c, t.steps) - c.S)), None)
+    makers = (_heads, _columns) if many else (_linear, _curves)
+    terms = chain.from_iterable(maker(field, c) for maker in makers)
+    return next((t for t in terms if field.fits(scores_of(c, t.steps) - c.S)), None)
 
 
 def of_distance(field: Field, places: Places) -> tuple[str, Of]:
     """What the field may be of the distance, in words, by slopes (num_heads_q, 1, 1)."""
-    slopes = field.slopes(_by_distance(np.ones((1, 1, 1)), places))
-    return f"{by_head(slopes)} |j - i|", partial(_by_distance, slopes)
+    slopes = field.slopes(np.abs(places.j - places.p)[None])
+    return f"{by_head(slopes)} |j - i|", lambda x: np.asarray(slopes * np.abs(x.j - x.p))
 
 
 def at(c: Context, of: Of) -> Array:
@@ -60,16 +110,10 @@ def adding(of: Of, text: str, name: str) -> Term:
     return Term(text, name, steps)
 
 
-def _biases(field: Field, c: Context) -> Iterator[Term]:
+def _linear(field: Field, c: Context) -> Iterator[Term]:
+    """A multiple of the distance, or of the scores themselves."""
     text, of = of_distance(field, places_of(c.question))
     yield adding(of, f"added to the scores: {text}", "score-bias")
-
-
-def _by_distance(slopes: Array, places: Places) -> Array:
-    return np.asarray(slopes * np.abs(places.j - places.p))
-
-
-def _factors(field: Field, c: Context) -> Iterator[Term]:
     factors = 1 + field.slopes(c.S)
     steps = capped(lambda c, S: factors[c.view.heads] * S)
     text = f"the scores are multiplied by {by_head(factors)}"
@@ -140,9 +184,5 @@ def _curves(field: Field, c: Context) -> Iterator[Term]:
         name = "softcap-dropped" if words == "not capped" else "softcap"
         text = f"the scores are {words.format(c=f'{x:.4g}')}"
         text += next((of for y, of in caps.items() if np.isclose(x, y, 5e-3)), "")
-        yield Term(text, name, {"cap": partial(_bent, curve, x)})
-
-
-def _bent(curve: Curve, x: float, c: Context) -> tuple[Array, Array, float]:
-    """The step ``cap`` with another function."""
-    return *curve(c.Y, x), 0.0
+        steps = {"cap": lambda c, of=curve, x=x: (*of(c.Y, x), 0.0)}
+        yield Term(text, name, steps)

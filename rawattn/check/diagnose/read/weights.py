@@ -6,19 +6,19 @@ from functools import partial
 
 import numpy as np
 
-from rawattn.check.diagnose.catalogue.masks import Window, unmasked, windows
-from rawattn.check.diagnose.engine.attention import TILES
+from rawattn.check.diagnose.catalogue import maps, reading
+from rawattn.check.diagnose.catalogue.masks import unmasked, windows
+from rawattn.check.diagnose.engine.attention import STEPS, TILES, Context, changed
 from rawattn.check.diagnose.evidence.places import Array, Places, log_sum
 from rawattn.check.diagnose.evidence.rules import Rule, Shown, mask_rule, rules_of
 from rawattn.check.diagnose.evidence.structure import where
 from rawattn.check.diagnose.evidence.support import LESS, MORE, OTHER, Support, support_of
-from rawattn.check.diagnose.read.contexts import context_of
-from rawattn.check.diagnose.read.fields import Field, map_of_lse, with_lse
+from rawattn.check.diagnose.read.fields import Field, map_of, rows_of
 from rawattn.check.diagnose.read.moves import say_moves
 from rawattn.check.diagnose.read.probe import Weights
 from rawattn.check.diagnose.read.said import COARSE, Said, of_lists
 from rawattn.check.diagnose.read.sums import say_passed, say_sums, say_values
-from rawattn.check.diagnose.read.terms import Term, adding, term_of
+from rawattn.check.diagnose.read.terms import Term, adding, context_of, term_of
 
 BACKWARD_ONLY = "mask-missing-in-backward"
 TAILS = ("j - seqlen_k // ", "i - seqlen_q // ")  # places behind the last whole tile
@@ -32,15 +32,14 @@ def said_of(read: Weights, second: Callable[[], Weights], support: Support | Non
         return listed
     said = Said(read, Support(places, places.rights & read.seen, ()))
     if not read.alive.all():
-        said.wrong.append(
-            f"rows are NaN: {', '.join(where(places.question, 'out', ~read.alive.T))}"
-        )
+        dead = where(places.question, "out", ~read.alive.T)
+        said.wrong.append(f"rows are NaN: {', '.join(dead)}")
     alive = read.alive & read.telling
     due = read.seen & places.rights & alive[..., None]
-    if read.passed and (moved := map_of_lse(read)) is not None:
+    if read.passed and (moved := _map_of_lse(read)) is not None:
         said.right += ["scores and softmax_scale", "who sees whom"]
         said.say(f"lse is that of other rows: {moved[0].words}", "statistics-misplaced")
-        said.steps["bP"] = partial(with_lse, *moved)
+        said.steps["bP"] = partial(_with_lse, *moved)
         said.support = replace(said.support, seen=places.rights)
         return said
     x = Field(read.logs - read.right.S, due, True, read.noise)
@@ -57,6 +56,28 @@ def said_of(read: Weights, second: Callable[[], Weights], support: Support | Non
         say_passed(said) if read.passed else say_sums(said, second)
     say_values(said)
     return said
+
+
+def _map_of_lse(read: Weights) -> tuple[maps.Map, float] | None:
+    """By which map a backward pass takes lse, where nothing else is wrong with P, as ``map_of``."""
+    seen, rights, noise = read.seen, read.places.rights, 3 * read.noise
+    told = rights.any(axis=-1) & read.alive & read.telling
+    gone = told & ~seen.any(axis=-1)  # rows with an lse of no keys have no weights
+    found = np.where(seen & told[..., None], read.right.S - read.logs, np.nan)
+    found[gone] = np.inf
+    held = rows_of(np.where(rights, found, np.nan), noise)
+    if (seen != rights & ~gone[..., None])[told].any() or held is None:
+        return None
+    if not (np.abs(held - read.right.lse) > noise)[told & ~gone].any():  # but for lost rows
+        return None
+    calls = [(np.where(np.isfinite(L), L, np.inf), at) for L, at in read.calls]
+    return map_of(read.places.question, calls, held, noise)
+
+
+def _with_lse(by: maps.Map, nothing: float, c: Context) -> Array:
+    q = c.question
+    L = by.moved(maps.geometry(q, "lse"), reading.array_of(q, c.given, "lse"), nothing)
+    return np.asarray(STEPS["bP"](changed(c, L=reading.of_view(c, "lse", L))))
 
 
 def _say_scores(said: Said, x: Field, second: Callable[[], Weights]) -> None:
@@ -159,8 +180,11 @@ def class_of(support: Support, alive: Array, *, backward: bool) -> str:
     if dense:
         known = [(BACKWARD_ONLY, window) for _, window in unmasked(places.question) if backward]
         known += [(name, window) for name, _, window in windows(places.question)]
+        seen, rows = support.seen > 0, alive[..., None] & (places.b >= 0)
+        heads = ((seen != places.right) & rows).any(axis=(1, 2))  # that are wrong, all of them
         for name, window in known:
-            if _is(support, window, alive):
+            sees = window.holds(places.j - places.p, places.j - places.i) & places.own
+            if ((seen == sees) | ~rows)[heads].all():
                 return name
     kinds = {part.kind for part in support.parts}
     if kinds == {OTHER}:
@@ -188,12 +212,3 @@ def of_pairs(x: Places, lost: Array, due: Array) -> str:
             if np.array_equal(due & tail, due & lost):
                 return "tail-tile-dropped"
     return "pairs-dropped"
-
-
-def _is(support: Support, window: Window, alive: Array) -> bool:
-    """Whether it is that window in all heads that are wrong."""
-    x, seen = support.places, support.seen > 0
-    rows = alive[..., None] & (x.b >= 0)
-    due = window.holds(x.j - x.p, x.j - x.i) & x.own
-    heads = ((seen != x.right) & rows).any(axis=(1, 2))
-    return bool(((seen == due) | ~rows)[heads].all())
