@@ -11,7 +11,7 @@ from typing import NamedTuple
 import numpy as np
 
 from rawattn.check.diagnose.catalogue import maps
-from rawattn.check.diagnose.catalogue.reading import array_of, of_view
+from rawattn.check.diagnose.catalogue.inputs import array_of, of_view
 from rawattn.check.diagnose.catalogue.second_order import at, with_values
 from rawattn.check.diagnose.engine.attention import TILES, Bug, Passed, Same, contexts, sequences
 from rawattn.check.diagnose.engine.question import BY_ROW, OF_KEYS, OF_SLOTS, Question, by_rows

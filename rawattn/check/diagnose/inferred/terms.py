@@ -10,7 +10,7 @@ from itertools import product
 import numpy as np
 
 from rawattn.check.diagnose.catalogue import first_order, second_order
-from rawattn.check.diagnose.catalogue.reading import of_view
+from rawattn.check.diagnose.catalogue.inputs import of_view
 from rawattn.check.diagnose.catalogue.second_order import (
     Term,
     by_given_out,

@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 
 from rawattn.check.diagnose.catalogue import maps
-from rawattn.check.diagnose.catalogue.reading import array_of, of_view
+from rawattn.check.diagnose.catalogue.inputs import array_of, of_view
 from rawattn.check.diagnose.engine.question import Question
 from rawattn.check.diagnose.engine.steps import STEPS, Context, changed
 from rawattn.check.diagnose.evidence.places import Array
