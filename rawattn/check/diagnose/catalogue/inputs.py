@@ -34,8 +34,7 @@ SQUARES = {"dQ": "dY", "dK": "dY", "dV": "P", "gQ": "tdY", "gK": "tdY", "gV": "t
 APART = {
     **{"out": OF_D, "delta": OF_D, "dlse": OF_D, "dout": {"ddout", "ddlse"}},
     "v": {"lse", "dv", "gv", "jvp lse", "tlse", "ddlse"},
-    "tq": {"jvp out", "jvp lse"},
-    "tk": {"jvp out", "jvp lse"},
+    **{name: {"jvp out", "jvp lse"} for name in ("tq", "tk")},
     "tv": {"jvp out", "jvp lse", "gv", "tlse", "ddlse"},
 }
 OF_FIRST_PASS = {"ddout", "ddlse"}
