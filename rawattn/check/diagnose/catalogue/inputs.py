@@ -1,19 +1,26 @@
 """Bugs of what is read: arrays in each other's place, misread layouts, misplaced row statistics."""
 
 import itertools
-from collections.abc import Collection, Iterable, Iterator, Sequence
-from functools import partial
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from functools import lru_cache, partial
 from operator import attrgetter
 
 import numpy as np
 
-from rawattn.check.diagnose.catalogue import maps, reading
-from rawattn.check.diagnose.catalogue.maps import Map
-from rawattn.check.diagnose.catalogue.reading import ARRAYS, OF_KEYS, OPERANDS
+from rawattn.check.diagnose.catalogue import maps
+from rawattn.check.diagnose.catalogue.maps import Geometry, Map, geometry
 from rawattn.check.diagnose.catalogue.second_order import of_one_pass, with_values
-from rawattn.check.diagnose.engine.attention import TILES, Bug, Context, Floats
+from rawattn.check.diagnose.engine.attention import TILES, Bug, Same, Store, deltas, solve
 from rawattn.check.diagnose.engine.question import BY_ROW, STAGES, Question
+from rawattn.check.diagnose.engine.steps import STEPS, Context, Floats, Step
 
+OPERANDS = {  # the names of contexts for those of arrays
+    **{"q": "Q", "k": "K", "v": "V", "dout": "dO", "out": "O"},
+    **{"lse": "L", "dlse": "dL", "delta": "other_D", "tq": "tQ", "tk": "tK", "tv": "tV"},
+}
+Way = Callable[[Map, Geometry, Floats, float], Floats]
+ARRAYS = {operand: name for name, operand in OPERANDS.items()}
+OF_KEYS = ("k", "v", "tk", "tv")
 # Arrays that are read alike, in any stage and in those that go backward.
 TOGETHER = (("q",), ("k",), ("v",), ("k", "v"), ("q", "k", "v"))
 GOING_BACK = (
@@ -27,8 +34,7 @@ SQUARES = {"dQ": "dY", "dK": "dY", "dV": "P", "gQ": "tdY", "gK": "tdY", "gV": "t
 APART = {
     **{"out": OF_D, "delta": OF_D, "dlse": OF_D, "dout": {"ddout", "ddlse"}},
     "v": {"lse", "dv", "gv", "jvp lse", "tlse", "ddlse"},
-    "tq": {"jvp out", "jvp lse"},
-    "tk": {"jvp out", "jvp lse"},
+    **{name: {"jvp out", "jvp lse"} for name in ("tq", "tk")},
     "tv": {"jvp out", "jvp lse", "gv", "tlse", "ddlse"},
 }
 OF_FIRST_PASS = {"ddout", "ddlse"}
@@ -61,6 +67,71 @@ NAMES |= {"P": "P", "dY": "dS", "tP": "P'", "tdY": "dS'", "D": "D", "w": "W"}
 NUMBERS = {"D": "delta", "w": "w"}
 Names = set[str]
 Bugs = Iterator[Bug]
+
+
+def reading(moved: Mapping[str, str], by: Map | None = None) -> dict[str, Step]:
+    """``moved``: which array is read for which, each by a map. With out, dout is read so for D
+    too; without it D was made before, and is right."""
+
+    def Y(c: Context) -> Floats:
+        for to, of in moved.items():
+            setattr(c, OPERANDS[to], _elsewhere(to, of, by, c))
+        return np.asarray(STEPS["Y"](c))
+
+    def D(c: Context) -> Floats:
+        if "delta" in moved:
+            return np.asarray(c.other_D)
+        before = "dout" in moved and "out" not in moved
+        return of_view(c, "delta", deltas(c.question, c.given)) if before else STEPS["D"](c)
+
+    return {"Y": Y, "D": D}
+
+
+@lru_cache(maxsize=16)
+def whole(question: Question, given: Same | None, to: str, of: str, by: Map | None) -> Floats:
+    x = array_of(question, given, of)
+    return x if by is None else by.moved(geometry(question, to), x)
+
+
+def array_of(question: Question, given: Same | None, name: str) -> Floats:
+    if name == "delta":
+        return deltas(question, given)
+    if name in ("e", "w"):  # what a double backward keeps of its first pass
+        first = solve(question, "second", given=given)
+        inside, w = question.sequence_of("q") >= 0, np.zeros_like(first["ddlse"])
+        w[:, inside] = (np.asarray(question.dout)[inside] * first["ddout"][inside]).sum(axis=-1).T
+        return first["ddlse"] if name == "e" else w
+    found = {} if given is None else dict(zip(("out", "lse"), given, strict=True))
+    return np.asarray(found[name] if name in found else getattr(question, name))
+
+
+def of_view(c: Context, name: str, x: Floats) -> Floats:
+    """A view's part of an array that is read as ``name``."""
+    view, heads = c.view, c.view.heads[:, None]
+    if name in maps.STATISTICS:
+        return np.asarray(x[heads, view.rows], dtype=np.float64)
+    if name not in OF_KEYS:
+        return np.asarray(c.r(x[view.rows, heads].astype(np.float64)))
+    of_key = x.shape[1] == c.question.num_heads_kv  # else of each query head
+    found = x[view.keys, view.head_kv if of_key else heads].astype(np.float64)
+    unseen = ~(view.weight > 0).any(axis=(0, 1)) | (view.keys < 0)  # may hold anything
+    return np.asarray(c.r(np.where(unseen[:, None], 0.0, found)))
+
+
+def taken(x: Floats, places: np.ndarray, axis: int, nothing: float = 0.0) -> Floats:
+    """What is at these places of an axis; ``nothing`` where there are none."""
+    inside = (places >= 0) & (places < x.shape[axis])
+    found = np.moveaxis(x, axis, 0)[np.where(inside, places, 0)]
+    found[~inside] = nothing
+    return np.moveaxis(found, 0, axis)
+
+
+def stored(by: Map, names: Collection[str] = (), rest: float = 0.0, way: Way = Map.moved) -> Store:
+    """Results, or some of them, as a map has them in one of its ways; ``rest`` elsewhere."""
+    return lambda question, answers: {
+        name: way(by, geometry(question, name), x, rest) if not names or name in names else x
+        for name, x in answers.items()
+    }
 
 
 def candidates(
@@ -105,9 +176,9 @@ def _read(question: Question, stage: str, wrong: Names, right: Names, b: int) ->
         for by in [*by_kind[numbers], *of_tiles, *of_keys, *strides]:
             if by.family == "heads" and len(names) > 1 and not numbers:
                 continue
-            kind, steps = _kind(names, by), reading.reading({name: name for name in names}, by)
+            kind, steps = _kind(names, by), reading({name: name for name in names}, by)
             text = f"{', '.join(word(OPERANDS[name], stage) for name in names)}: {by.words}"
-            alike = (names, *(by.in_sequence(maps.geometry(question, name), b) for name in names))
+            alike = (names, *(by.in_sequence(geometry(question, name), b) for name in names))
             yield Bug(kind, text, (stage,), steps=steps, alike=alike)
 
 
@@ -132,10 +203,10 @@ def _operands(question: Question, stage: str, wrong: Names, right: Names, b: int
                 continue
             for by in of_numbers if of in maps.STATISTICS else found:
                 inside = of not in maps.STATISTICS and by.family == "rows"
-                take = partial(_moved, operand, by) if inside else partial(_elsewhere, of, by)
+                take = partial(_moved, operand, by) if inside else partial(_elsewhere, of, of, by)
                 steps = {step: with_values(step, **{operand: take})}
                 kind = "delta-of-another-out" if step == "D" else _kind([of], by)
-                key = text, inside, by.in_sequence(maps.geometry(question, of or "q"), b)
+                key = text, inside, by.in_sequence(geometry(question, of or "q"), b)
                 yield Bug(kind, f"{text}: {by.words}", (stage,), steps=steps, alike=key)
         for operand, other in (pair for some in alike for pair in itertools.permutations(some, 2)):
             if operand in operands:
@@ -160,10 +231,10 @@ def _transposed(operand: str, size: int, all_: bool, c: Context) -> Floats:
     x: Floats = getattr(c, operand)
     n, m = x.shape[1:]
     i, j = np.ogrid[:n, :m]
-    whole = (i // size < n // size) & (j // size < m // size)
+    full = (i // size < n // size) & (j // size < m // size)
     rows, keys = i - i % size + j % size, j - j % size + i % size
     if not all_:
-        return x[:, np.where(whole, rows, i), np.where(whole, keys, j)]
+        return x[:, np.where(full, rows, i), np.where(full, keys, j)]
     there = (rows < n) & (keys < m)
     return np.where(there, x[:, np.minimum(rows, n - 1), np.minimum(keys, m - 1)], 0.0)
 
@@ -181,16 +252,16 @@ def _kind(names: Collection[str], by: Map) -> str:
     return "delta-of-another-out" if {*names} == {"out"} else kinds.get(by.family, "input-layout")
 
 
-def _elsewhere(name: str, by: Map, c: Context) -> Floats:
-    return reading.of_view(c, name, reading.whole(c.question, c.given, name, name, by))
+def _elsewhere(to: str, of: str, by: Map | None, c: Context) -> Floats:
+    return of_view(c, to, whole(c.question, c.given, to, of, by))
 
 
 def _moved(operand: str, by: Map, c: Context) -> Floats:
     """Rows of a view's operand (..., rows, columns) by a map; 0 where it has none."""
     name = ARRAYS.get(operand, "q")
     rows = c.view.keys if name in OF_KEYS else c.view.rows
-    at = by.of(maps.geometry(c.question, name)).t[rows, 0, 0] - rows[:1]
-    return reading.taken(getattr(c, operand), at, -2)
+    at = by.of(geometry(c.question, name)).t[rows, 0, 0] - rows[:1]
+    return taken(getattr(c, operand), at, -2)
 
 
 def rearranged(question: Question, names: Sequence[str]) -> Iterator[Bug]:
@@ -200,7 +271,7 @@ def rearranged(question: Question, names: Sequence[str]) -> Iterator[Bug]:
     families = (by for by in maps.families(question, of_numbers) if by.family != "stored")
     for by in [*families, *maps.overrun(question)]:
         kind = "transposed" if by.family in ("layouts", "heads") else "offsets-shifted"
-        ways: dict[str, tuple[Map, reading.Way]] = {"": (by, Map.moved)}
+        ways: dict[str, tuple[Map, Way]] = {"": (by, Map.moved)}
         if by.family == "sequences":
             ways = {" is stored at other rows": (by.stored, Map.moved)}
             if not of_numbers:
@@ -208,7 +279,7 @@ def rearranged(question: Question, names: Sequence[str]) -> Iterator[Bug]:
         for nothing in (0.0, -np.inf) if names[0] in ("lse", "jvp lse") else (0.0,):
             for how, (of, way) in ways.items():
                 text = f"{whose}{how}: {by.words.replace('read', 'stored')}"
-                yield Bug(kind, text, stages, store=reading.stored(of, names, nothing, way))
+                yield Bug(kind, text, stages, store=stored(of, names, nothing, way))
 
 
 def _given(question: Question, names: Iterable[str]) -> bool:
@@ -231,4 +302,4 @@ def _permuted(question: Question, stage: str) -> Iterator[Bug]:
         alike = all(shapes[to] == shapes[of] for to, of in moved.items())
         if 1 < len(moved) < 4 and alike and _given(question, moved.values()):
             text = ", ".join(f"{of} for {to}" for to, of in moved.items())
-            yield Bug("arguments-swapped", text, (stage,), steps=reading.reading(moved))
+            yield Bug("arguments-swapped", text, (stage,), steps=reading(moved))

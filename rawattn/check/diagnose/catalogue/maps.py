@@ -195,8 +195,9 @@ def of_rows(words: str, by: int) -> Map:
     return Map("rows", words.format(by), partial(_rows, ROWS[words], by))
 
 
-def sequences(question: Question) -> Iterator[Map]:
-    """The same row of another sequence, or counted from another place, which is not the same."""
+def sequences(question: Question, clamped: bool = False) -> Iterator[Map]:
+    """The same row of another sequence, or counted from another place, which is not the same.
+    clamped: past the end of all there is the last row."""
     found = ORIGINS | {
         f"the offset of {x}": lambda g, of=of: g.offsets[of(g)] for x, of in OTHERS.items()
     }
@@ -206,11 +207,11 @@ def sequences(question: Question) -> Iterator[Map]:
     sides = [geometry(question, name) for name in "qk"] if question.batch > 1 else []
     for words, origin in found.items():
         if any((origin(g) != g.offsets[:-1]).any() for g in sides):
-            yield Map("sequences", words, partial(_from, origin))
+            yield Map("sequences", words, partial(_from, origin, clamped=clamped))
     if any((g.others != g.offsets).any() for g in sides):
         words = "the offset of the other side"
-        clamped = partial(_from, ORIGINS[words], clamped=True)
-        yield Map("sequences", f"{words}, the last row past the end", clamped)
+        at_last = partial(_from, ORIGINS[words], clamped=True)
+        yield Map("sequences", f"{words}, the last row past the end", at_last)
 
 
 def heads(question: Question) -> Iterator[Map]:

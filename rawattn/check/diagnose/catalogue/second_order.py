@@ -76,33 +76,32 @@ def by_given_out(c: Context) -> Floats:
     return np.asarray(STEPS["tO"](changed(c, tP=_uncentred(c))) - c.e[..., None] * c.O)
 
 
-def _of_P(c: Context) -> Floats:
-    """What flows to P through dS and dV."""
-    return np.asarray(c.r(c.E * (c.dP - c.D[..., None])) + c.tdP)
-
-
-def _through_exp(c: Context) -> Floats:
-    """The same through P = exp(S - L) for a constant L."""
-    return np.asarray(c.r(c.P * _of_P(c)))
-
-
-def _through_softmax(c: Context) -> Floats:
-    return np.asarray(c.r(c.P * (_of_P(c) - (c.P * _of_P(c)).sum(axis=-1, keepdims=True))))
+def _through_P(softmax: bool, c: Context) -> Floats:
+    """What flows through P by dS and dV: the softmax, or exp(S - L) for a constant L."""
+    of_P = c.r(c.E * (c.dP - c.D[..., None])) + c.tdP
+    mean = (c.P * of_P).sum(axis=-1, keepdims=True) if softmax else 0.0
+    return np.asarray(c.r(c.P * (of_P - mean)))
 
 
 NO_P: Step = multiple("P", 0.0)
 NO_ROWS: Step = lambda c: np.zeros(c.S.shape[:2])  # noqa: E731
 UNDIVIDED: dict[str, Step] = {"P0": sunk(lambda c: np.exp(c.sink - np.maximum(row_max(c), c.sink)))}
 GV = at(["gv"], tP=_uncentred)
+OF_EXP, OF_SOFTMAX = ({"tdS": partial(_through_P, softmax)} for softmax in (False, True))
 P, D, E = "second-frozen-p", "second-frozen-delta", "tangent-e-omitted"
 W, DROPPED, IGNORED = "second-w-omitted", "second-term-dropped", "direction-ignored"
 BUGS = (  # those that are not one term
     Bug(P, "P of the first backward", SECOND, steps={"tdS": NO_P}),
     Bug(P, "P and out of the first backward", SECOND, steps={"tdS": NO_P} | GV),
     Bug(P, "P and delta of the first backward", SECOND, steps={"tP": _uncentred, "tdS": NO_P}),
-    Bug(P, "lse and out of the first backward", SECOND, steps={"tdS": _through_exp} | GV),
-    Bug(D, "delta", SECOND, steps={"tP": _uncentred, "tdS": _through_softmax}),
-    Bug(D, "out", SECOND, steps={"tdS": _through_softmax} | GV),
+    Bug(
+        P,
+        "lse and out of the first backward",
+        SECOND,
+        steps=OF_EXP | GV,
+    ),
+    Bug(D, "delta", SECOND, steps=OF_SOFTMAX | {"tP": _uncentred}),
+    Bug(D, "out", SECOND, steps=OF_SOFTMAX | GV),
     Bug(D, "W = 0, no e in ddout", SECOND, steps=at(["ddout"], tP=_uncentred) | {"w": NO_ROWS}),
     Bug(E, "e = 0", SECOND + JVP, steps={"e": NO_ROWS}),
     Bug(P, "P' = 0, e = 0", SECOND + JVP, steps={"tP": NO_P, "e": NO_ROWS}),
@@ -175,9 +174,8 @@ def instead(question: Question) -> Iterator[Bug]:
 
 def lacking(question: Question) -> str:
     """Which direction of the scores there is none of, where there is the other one."""
-    if (question.tq is None) == (question.tk is None):
-        return ""
-    return f", where {'tq' if question.tq is None else 'tk'} is None"
+    lacks = "tq" if question.tq is None else "tk"
+    return f", where {lacks} is None" * ((question.tq is None) != (question.tk is None))
 
 
 def _made(steps: str, factor: float) -> Mapping[str, Step]:

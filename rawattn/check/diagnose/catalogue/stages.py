@@ -11,7 +11,6 @@ import numpy as np
 
 from rawattn.check.diagnose.catalogue import inputs, maps
 from rawattn.check.diagnose.catalogue.masks import Window, bounds
-from rawattn.check.diagnose.catalogue.reading import taken
 from rawattn.check.diagnose.catalogue.second_order import of_one_pass
 from rawattn.check.diagnose.engine.attention import FIRST, TILES, Bug, View, each
 from rawattn.check.diagnose.engine.question import Question
@@ -201,7 +200,7 @@ def _staged(
     of_pairs = over == "queries" and step in OF_PAIRS
     found, axis = np.array(STEPS[step](c)), -1 if operand in ("L", "D", "w") else -2
     for rows, here in loop((c.W > 0).any(axis=0)):
-        tile = taken(getattr(c, operand), rows, axis, np.inf if operand == "L" else 0.0)
+        tile = inputs.taken(getattr(c, operand), rows, axis, np.inf if operand == "L" else 0.0)
         if operand == "L":
             tile[..., rows == ALL] = 0.0
         x = STEPS[step](changed(c, **{operand: tile}))

@@ -7,10 +7,10 @@ from itertools import product
 
 import numpy as np
 
+from rawattn.check.diagnose.catalogue.inputs import stored
 from rawattn.check.diagnose.catalogue.maps import WHOLE, of_rows
 from rawattn.check.diagnose.catalogue.masks import Window, bounds, distances
 from rawattn.check.diagnose.catalogue.partial_sums import Keys, parts_of_keys
-from rawattn.check.diagnose.catalogue.reading import stored
 from rawattn.check.diagnose.engine.attention import FIRST, FORWARD, TILES, Bug, View, each
 from rawattn.check.diagnose.engine.question import Question
 from rawattn.check.diagnose.engine.steps import STEPS, Context, Floats, changed
@@ -88,8 +88,8 @@ def _often(part: Part, tile: int, factor: float, question: Question, view: View)
     return replace(view, weight=view.weight * np.where(there, factor, 1.0))
 
 
-# of the place of a tile in a loop over so many: how often it counts
-Factor = Callable[[Context, np.ndarray, int], Floats | np.ndarray]
+# how often a tile of a loop counts, by its place from one end, and from the other
+Factor = Callable[[Context, np.ndarray, np.ndarray], Floats | np.ndarray]
 RESULTS = {  # that a step gives, by the first of which what is wrong is known
     **{"e": {"tlse", "ddlse"}, "tO": {"tout", "ddout"}, "dQ": {"dq"}, "dK": {"dk"}, "dV": {"dv"}},
     **{"gQ": {"gq"}, "gK": {"gk"}, "gV": {"gv"}},
@@ -118,14 +118,10 @@ WORDS: dict[str, dict[str, str]] = {
 }
 OVER, LACKS, TWICE, SCALE = "tile-overwrites", "tile-skipped", "tile-counted-twice", "output-scale"
 EVENTS: tuple[tuple[str, str, Factor], ...] = (
-    (OVER, "the last tile alone", lambda c, at, n: at == n - 1),
-    (OVER, "the first tile alone", lambda c, at, n: at == 0),
-    (LACKS, "without the first tile", lambda c, at, n: at > 0),
-    (LACKS, "without the last tile", lambda c, at, n: at < n - 1),
-    (TWICE, "the first tile twice", lambda c, at, n: 1 + (at == 0)),
-    (TWICE, "the last tile twice", lambda c, at, n: 1 + (at == n - 1)),
-    (SCALE, "s inside of the loop from the first tile", lambda c, at, n: c.s ** (n - 1 - at)),
-    (SCALE, "s inside of the loop from the last tile", lambda c, at, n: c.s**at),
+    (OVER, "the {} tile alone", lambda c, at, back: at == 0),
+    (LACKS, "without the {} tile", lambda c, at, back: at > 0),
+    (TWICE, "the {} tile twice", lambda c, at, back: 1 + (at == 0)),
+    (SCALE, "s inside of the loop from the {} tile", lambda c, at, back: c.s**back),
 )
 Weights = Callable[[Context, int], Floats]  # of pairs, and along their axis of queries or keys
 
@@ -143,11 +139,10 @@ def sums(question: Question, stage: str, wrong: Collection[str]) -> Iterator[Bug
 
 
 def _weights(question: Question, tile: int) -> Iterator[tuple[str, str, Weights]]:
-    for name, words, factor in EVENTS:
-        yield name, words, partial(_by_tile, factor, tile, 0)
-        for other in (tile, 2 * tile, tile // 2) if question.mask_window != (-1, -1) else ():
-            more = f" of those that {other} rows together see something of"
-            yield name, words + more, partial(_by_tile, factor, tile, other)
+    others = (tile, 2 * tile, tile // 2) if question.mask_window != (-1, -1) else ()
+    for (name, words, factor), end, other in product(EVENTS, ("first", "last"), (0, *others)):
+        more = f" of those that {other} rows together see something of" * (other > 0)
+        yield name, words.format(end) + more, partial(_by_tile, factor, end == "last", tile, other)
     yield "tail-tile-dropped", "no partial tile", partial(_whole, tile)
 
 
@@ -161,7 +156,7 @@ def _summed(step: str, operands: Collection[str], weights: Weights, c: Context) 
     return np.asarray(right + STEPS[step](weighed) - STEPS[step](alone))
 
 
-def _by_tile(of: Factor, tile: int, other: int, c: Context, axis: int) -> Floats:
+def _by_tile(of: Factor, last: bool, tile: int, other: int, c: Context, axis: int) -> Floats:
     """A factor (n, m) for every tile of keys of which ``other`` queries together see any, or, of 0
     queries, for every one; of axis 0 for tiles of queries that so many keys are seen by."""
     seen = (c.W > 0).any(axis=0) | (not other)
@@ -172,7 +167,9 @@ def _by_tile(of: Factor, tile: int, other: int, c: Context, axis: int) -> Floats
         here = slice(start, start + together)
         there = np.unique(tiles[seen[here].any(axis=0)])
         known = np.isin(tiles, there)
-        weight[here, known] = of(c, np.searchsorted(there, tiles[known]), len(there))
+        at = np.searchsorted(there, tiles[known])
+        ends = at, len(there) - 1 - at
+        weight[here, known] = of(c, *(ends[::-1] if last else ends))
     return weight if axis == 1 else weight.T
 
 

@@ -11,7 +11,7 @@ from typing import NamedTuple
 import numpy as np
 
 from rawattn.check.diagnose.catalogue import maps
-from rawattn.check.diagnose.catalogue.reading import array_of, of_view
+from rawattn.check.diagnose.catalogue.inputs import array_of, of_view
 from rawattn.check.diagnose.catalogue.second_order import at, with_values
 from rawattn.check.diagnose.engine.attention import TILES, Bug, Passed, Same, contexts, sequences
 from rawattn.check.diagnose.engine.question import BY_ROW, OF_KEYS, OF_SLOTS, Question, by_rows
@@ -211,6 +211,8 @@ def _forms(
         kind = "not-normalised" if "row_sum" in by and not right else OF.get(right, of_term)
         if right == "lse" and np.isclose([*by.values()], LOG2_E, 1e-3).any():
             kind = "lse-base-2"
+        elif right == "lse" and "row_max" not in by:
+            kind = "lse-without-max"
         yield kind, sum_in_words(by), partial(Rows.summed, often=by)
     with_dlse = right == "D" and rows.question.dlse is not None
     for by_map, own in product(maps.families(rows.question, True), ("", "dlse")[: 1 + with_dlse]):

@@ -10,14 +10,8 @@ from itertools import product
 import numpy as np
 
 from rawattn.check.diagnose.catalogue import first_order, second_order
-from rawattn.check.diagnose.catalogue.reading import of_view
-from rawattn.check.diagnose.catalogue.second_order import (
-    Term,
-    by_given_out,
-    multiple,
-    of_one_pass,
-    with_values,
-)
+from rawattn.check.diagnose.catalogue.inputs import of_view
+from rawattn.check.diagnose.catalogue.second_order import Term, multiple, of_one_pass
 from rawattn.check.diagnose.catalogue.sparse import selection
 from rawattn.check.diagnose.engine.attention import FIRST, FORWARD, TILES, Bug, View, each, solve
 from rawattn.check.diagnose.engine.effort import spent
@@ -54,7 +48,7 @@ def _of_scale(sample: Sample) -> Iterator[Bug]:
     }
     if sample.stage == "backward":
         made["S - lse is"] = lambda by: {
-            "bP": with_values("bP", S=multiple("S", by), L=multiple("L", by))
+            "bP": second_order.with_values("bP", S=multiple("S", by), L=multiple("L", by))
         }
     for words, steps in made.items():
         one, due, by = sample.planted(Bug("", stages=FIRST, steps=steps(1 + STEP))), [], []
@@ -79,16 +73,13 @@ def bugs(sample: Sample) -> Iterator[Bug]:
     first = bool({"ddout", "ddlse"} & sample.wrong.keys())
     if stage == "second":
         terms = second_order.terms(question, stage)
-        of_pass = [one._replace(of=partial(_of_pass, one, first)) for one in terms]
+        in_pass = lambda of, by: of_one_pass(Bug("", steps=of(by)), first).steps  # noqa: E731
+        of_pass = [one._replace(of=partial(in_pass, one.of)) for one in terms]
         for bug in _alone(sample, of_pass):
             words = f"in the {'first' if first else 'second'} pass alone"
             yield replace(bug, variant=f"{bug.variant}, {words}")
     of_masks = _of_tangents(question) if stage == "jvp" else _of_masks(question, first)
     yield from sample.near([of_masks], MOST, spent() + EFFORT)
-
-
-def _of_pass(term: Term, first: bool, factor: float) -> dict[str, Step]:
-    return {**of_one_pass(Bug("", steps=term.of(factor)), first).steps}
 
 
 def _listed(question: Question) -> Iterator[Bug]:
@@ -150,7 +141,7 @@ def _of_E_alone(c: Context) -> Floats:
 
 
 OF_E: dict[str, Step] = {
-    ", in the tangents alone": by_given_out,
+    ", in the tangents alone": second_order.by_given_out,
     ", in the products with E alone": _of_E_alone,
 }
 

@@ -30,7 +30,7 @@ SENTENCES = ("P is", "dS ", "dq is", "dk is", "dv is", "lse is", "the slope ", "
 # in how many sequences chance may show a bug of lengths
 OF_LENGTHS = {"tail-tile-dropped": 2, "tile-skipped": 2, "offsets-shifted": 1}
 ORDER = {name: place for place, name in enumerate(CLASSES)}
-ORDER |= dict.fromkeys(match.GENERIC, len(ORDER))
+ORDER |= dict.fromkeys(match.LOOSE, len(ORDER))
 
 
 @np.errstate(over="ignore", invalid="ignore", divide="ignore")  # answers may hold anything

@@ -6,7 +6,7 @@ from functools import partial
 
 import numpy as np
 
-from rawattn.check.diagnose.catalogue import maps, reading
+from rawattn.check.diagnose.catalogue import inputs, maps
 from rawattn.check.diagnose.catalogue.masks import unmasked, windows
 from rawattn.check.diagnose.engine.attention import STEPS, TILES, Context, changed
 from rawattn.check.diagnose.evidence.places import Array, Places, log_sum
@@ -76,8 +76,8 @@ def _map_of_lse(read: Weights) -> tuple[maps.Map, float] | None:
 
 def _with_lse(by: maps.Map, nothing: float, c: Context) -> Array:
     q = c.question
-    L = by.moved(maps.geometry(q, "lse"), reading.array_of(q, c.given, "lse"), nothing)
-    return np.asarray(STEPS["bP"](changed(c, L=reading.of_view(c, "lse", L))))
+    L = by.moved(maps.geometry(q, "lse"), inputs.array_of(q, c.given, "lse"), nothing)
+    return np.asarray(STEPS["bP"](changed(c, L=inputs.of_view(c, "lse", L))))
 
 
 def _say_scores(said: Said, x: Field, second: Callable[[], Weights]) -> None:

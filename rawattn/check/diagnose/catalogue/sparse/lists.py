@@ -198,17 +198,11 @@ def maps_of(question: Question) -> Iterator[maps.Map]:
     for words, by in product(ways, (1, *TILES)):
         if by < longest and (by > 1 or words in ways[2:4]):
             yield maps.of_rows(words, by)
-    for of in maps.sequences(question):
-        words = of.words.replace("the other side", "cu_seqlens_k")
-        yield maps.Map("sequences", words, partial(_within, of))
+    for of in maps.sequences(question, clamped=True):
+        yield replace(of, words=of.words.replace("the other side", "cu_seqlens_k"))
     if np.asarray(question.block_indices).shape[1] > 1:
         yield from [*maps.heads(question)][:3]  # others are of groups
     yield from maps.layouts(False)
-
-
-def _within(by: maps.Map, g: maps.Geometry) -> maps.At:
-    at = by.of(g)  # beyond the end there is the last list
-    return at._replace(t=np.minimum(at.t, g.shape[0] - 1))
 
 
 def moved(by: maps.Map, names: Sequence[str], x: Lists) -> Lists:

@@ -9,8 +9,8 @@ from itertools import chain
 import numpy as np
 
 from rawattn.check.diagnose.catalogue import maps
+from rawattn.check.diagnose.catalogue.inputs import whole
 from rawattn.check.diagnose.catalogue.masks import windows
-from rawattn.check.diagnose.catalogue.reading import whole
 from rawattn.check.diagnose.catalogue.second_order import JVP, SECOND, with_values
 from rawattn.check.diagnose.catalogue.sparse import lists, walks
 from rawattn.check.diagnose.catalogue.tiles import tiles
