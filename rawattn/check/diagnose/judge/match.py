@@ -455,6 +455,8 @@ def _explain(
         elif explained and not ruled_out and all(work.leaves(guess, name) for name in others):
             parts.append(Explained(guess, explained, fits))
     whole, parts = work.telling_ones(whole), work.telling_ones(parts)
+    told = {e.tensors for e in parts if not e.inexact}
+    parts = [e for e in parts if not e.inexact or e.tensors not in told]
     if any(e.tensors == wrong for e in parts):
         whole = [e for e in whole if NO_RULE not in e.prediction.bug.variant]
     exact = [e for e in whole if not e.inexact]
