@@ -254,12 +254,22 @@ def of_sinks(question: Question, stage: str, given: Passed, found: Floats, allow
 
 
 def _terms(question: Question, given: Passed, stage: str) -> dict[str, tuple[Floats, int]]:
-    """What a row (num_heads_q, total_q) may add, and how many changes it is."""
+    """What a row (num_heads_q, total_q) may add, what the weight of the sink may be in it times
+    another number, and how many changes it is."""
     sinks = np.asarray(question.sinks, dtype=np.float64)[:, None]
     inside, D = question.sequence_of("q") >= 0, array_of(question, Same(given), "delta")
     lse = dead_to_inf(np, np.asarray(given[1], dtype=np.float64))
     dlse = np.zeros_like(D) if question.dlse is None else np.where(inside, question.dlse, 0.0)
-    weights = _weights(question, sinks, lse)
+    factors = {"": 1.0, "log2(e) ": LOG2_E, "ln 2 ": 1 / LOG2_E, "0 ": 0.0}
+    factors |= {"softmax_scale ": question.scale}
+    exponents = {
+        f"exp({a}sink - {b}lse)": x * sinks - y * np.where(np.isfinite(lse), lse, 0.0)
+        for (a, x), (b, y) in product(factors.items(), factors.items())
+    }
+    if (cap := question.softcap) is not None:
+        exponents["exp(softcap(sink) - lse)"] = cap * np.tanh(sinks / cap) - lse
+    with np.errstate(over="ignore"):
+        weights = {words: np.exp(x) * np.isfinite(lse) for words, x in exponents.items()}
     if stage == "backward":
         rows = {"D": D, "": 1 + 0 * D, "dout . out": D + dlse}
     else:
@@ -276,20 +286,6 @@ def _terms(question: Question, given: Passed, stage: str) -> dict[str, tuple[Flo
         f"{by} {row}".strip(): (w * inside * x, (by != ITS) + (row != first))
         for (by, w), (row, x) in product(weights.items(), rows.items())
     }
-
-
-def _weights(question: Question, sinks: Floats, lse: Floats) -> dict[str, Floats]:
-    """What the weight of the sink may be in every row."""
-    factors = {"": 1.0, "log2(e) ": LOG2_E, "ln 2 ": 1 / LOG2_E, "0 ": 0.0}
-    factors |= {"softmax_scale ": question.scale}
-    exponents = {
-        f"exp({a}sink - {b}lse)": x * sinks - y * np.where(np.isfinite(lse), lse, 0.0)
-        for (a, x), (b, y) in product(factors.items(), factors.items())
-    }
-    if (cap := question.softcap) is not None:
-        exponents["exp(softcap(sink) - lse)"] = cap * np.tanh(sinks / cap) - lse
-    with np.errstate(over="ignore"):
-        return {words: np.exp(x) * np.isfinite(lse) for words, x in exponents.items()}
 
 
 def _summed(question: Question) -> dict[str, Floats]:
