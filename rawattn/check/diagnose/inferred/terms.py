@@ -2,7 +2,7 @@
 stages are linear in how often each of their terms counts, so that one solution of each tells how
 often it is there, whatever number that is."""
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from functools import lru_cache, partial
 from itertools import product
@@ -42,8 +42,7 @@ def single(sample: Sample) -> list[Bug]:
     """Bugs of one term; some tensors may tell other factors than others."""
     if sample.stage in FIRST and (of_scale := [*_of_scale(sample)]):
         return of_scale
-    forward = sample.stage == "forward" or not sample.wrong
-    return [] if forward else _alone(sample, [*second_order.terms(sample.question, sample.stage)])
+    return [] if sample.stage == "forward" or not sample.wrong else _alone(sample)
 
 
 def _of_scale(sample: Sample) -> Iterator[Bug]:
@@ -78,17 +77,9 @@ def bugs(sample: Sample) -> Iterator[Bug]:
         return
     first = bool({"ddout", "ddlse"} & sample.wrong.keys())
     if stage == "second":
-        terms = second_order.terms(question, stage)
-        of_pass = [one._replace(of=partial(_of_pass, one, first)) for one in terms]
-        for bug in _alone(sample, of_pass):
-            words = f"in the {'first' if first else 'second'} pass alone"
-            yield replace(bug, variant=f"{bug.variant}, {words}")
+        yield from _alone(sample, partial(of_one_pass, first=first))
     of_masks = _of_tangents(question) if stage == "jvp" else _of_masks(question, first)
     yield from sample.near([of_masks], MOST, spent() + EFFORT)
-
-
-def _of_pass(term: Term, first: bool, factor: float) -> dict[str, Step]:
-    return {**of_one_pass(Bug("", steps=term.of(factor)), first).steps}
 
 
 def _listed(question: Question) -> Iterator[Bug]:
@@ -138,9 +129,7 @@ def _by_right_lse(none: float, c: Context) -> tuple[Floats, Floats]:
     return right, np.where(np.isneginf(c.S), 0.0, np.exp(c.S - L))
 
 
-@lru_cache(maxsize=4)
-def _right(question: Question) -> Answers:
-    return solve(question, "forward")
+_right = lru_cache(maxsize=4)(partial(solve, stage="forward"))
 
 
 def _of_E_alone(c: Context) -> Floats:
@@ -155,9 +144,10 @@ OF_E: dict[str, Step] = {
 }
 
 
-def _alone(sample: Sample, terms: Sequence[Term]) -> list[Bug]:
+def _alone(sample: Sample, plant: Callable[[Bug], Bug] = lambda bug: bug) -> list[Bug]:
     """What a wrong tensor is off by, at some places, as so many times what a term adds to it."""
-    twice = (Bug("", stages=(sample.stage,), steps=term.of(2.0)) for term in terms)
+    terms = [*second_order.terms(sample.question, sample.stage)]
+    twice = (plant(Bug("", stages=(sample.stage,), steps=term.of(2.0))) for term in terms)
     added = [sample.planted(bug) for bug in twice]
     bugs: dict[str, Bug] = {}
     for tensor, noise in sample.wrong.items():
@@ -173,7 +163,7 @@ def _alone(sample: Sample, terms: Sequence[Term]) -> list[Bug]:
             if due @ due - by * (of @ due) <= allowed:
                 name, form, factor = _told(sample, term, 1 + by)
                 bug = Bug(name, form, (sample.stage,), steps=term.of(factor))
-                bugs.setdefault(name + form, bug)
+                bugs.setdefault(name + form, plant(bug))
     return [*bugs.values()]
 
 
