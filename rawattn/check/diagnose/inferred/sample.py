@@ -112,11 +112,8 @@ class Sample:
         seen = all(self.left[name] > self.wrong[name] for name in self.wrong)
         if bug.store is not None or not seen:
             return True
-        left = self._of(bug)
+        left = self._distances(self.planted(bug, self.has))
         return any(left[name] < self.left[name] for name in self.wrong)
-
-    def _of(self, bug: Bug) -> dict[str, float]:
-        return self._distances(self.planted(bug, self.has))
 
     def planted(self, bug: Bug, only: Callable[[View], bool] | None = None) -> Answers:
         """All answers of the stage with a bug."""
@@ -133,7 +130,7 @@ class Sample:
             before = len(found)
             for bug in itertools.takewhile(lambda _: not over(until), family):
                 if bug.alike is None or bug.alike not in known:
-                    known[bug.alike] = self._of(bug)
+                    known[bug.alike] = self._distances(self.planted(bug, self.has))
                 left = known[bug.alike]
                 near = {n: left[n] for n in self.wrong if left[n] < min(FAR, CLEARS * self.left[n])}
                 if near:

@@ -28,7 +28,11 @@ def options(
     if question.sparse:
         return
     if not forward:
-        yield from _of_delta(question, answers) if "dlse" in left_out else ()
+        # D = dout . out - dlse with some dlse, which dq tells: it is linear in that of its row
+        sample = Sample(question, answers, "backward") if "dlse" in left_out else None
+        if question.dlse is None and sample and "dq" in sample.wrong:
+            if read := read_of(sample, DELTA):
+                yield "a cotangent of lse (dlse)", {"dlse": -read[1].astype(np.float32)}
         return
     if (wanted := _read(question, answers)) is not None:
         for words, changes in (*_window(question, wanted), *_offsets(wanted)):
@@ -105,10 +109,3 @@ def _of_scale(question: Question, answers: Answers) -> Iterator[Option]:
         if np.abs(left).max(initial=0.0) < NEAR[question.dtype.itemsize] * size:
             yield f"softmax_scale = {s:.6g}", {"softmax_scale": s}
             return
-
-
-def _of_delta(question: Question, answers: Answers) -> Iterator[Option]:
-    """D = dout . out - dlse with some dlse, which dq tells: it is linear in that of its row."""
-    sample = Sample(question, answers, "backward")
-    if question.dlse is None and "dq" in sample.wrong and (read := read_of(sample, DELTA)):
-        yield "a cotangent of lse (dlse)", {"dlse": -read[1].astype(np.float32)}

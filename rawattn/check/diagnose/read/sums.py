@@ -142,14 +142,10 @@ def _say_filled(said: Said, level: Array, noise: float) -> None:
         text = f"masked scores are {x:.4g}, not -inf"
         text += " (the softcap is applied to masked scores)" * capped
         said.names[:] = ["mask-fill"]
-        said.steps["S"] = partial(_filled, x)
+        said.steps["S"] = lambda c: np.where(
+            of_view(c, places_of(c.question).rights) | (c.W == 0), STEPS["S"](c), x
+        )
     said.wrong.insert(0, text)
-
-
-def _filled(number: float, c: Context) -> Array:
-    """Scores of keys that are wrongly seen."""
-    wrong = ~of_view(c, places_of(c.question).rights) & (c.W > 0)
-    return np.asarray(np.where(wrong, number, STEPS["S"](c)))
 
 
 def _say_lse(said: Said, x: _Read) -> None:
