@@ -291,20 +291,16 @@ def question_of(case: Case, seed: int = 0, *, clean: bool = False) -> Question:
     given |= {"block_size": case.block_size, "own": case.own}
     window = case.mask_window if case.window == (-1, -1) else case.window  # which causal closes
     given |= {"sliding": window if case.sliding else None}
-    return Question(**given | (_without_traps(case, t, seed) if clean else {}))
-
-
-def _without_traps(case: SparseCase, t: SparseTensors, seed: int) -> dict[str, Any]:
-    dense = make(case, seed)
-    blocks = -(-np.array([*case.lengths_k, 0]) // case.block_size)[case.sequence_of("q")]
-    rng = np.random.default_rng(seed)
-    filled = {name: getattr(dense, name) for name in ("k", "v", "tk", "tv")}
-    for name in ("block_scale", "tblock_scale"):
-        if (gate := getattr(t, name)) is not None:
-            noise = 1 + 0.5 * rng.standard_normal(gate.shape)
-            filled[name] = np.where(np.isnan(gate), noise, gate).astype(gate.dtype)
-    indices = np.clip(t.block_indices, -1, blocks[:, None, None]).astype(t.block_indices.dtype)
-    return {"block_indices": indices, **filled}
+    if clean:
+        dense, rng, named = make(case, seed), np.random.default_rng(seed), t.block_indices
+        given |= {name: getattr(dense, name) for name in ("k", "v", "tk", "tv")}
+        for name in ("block_scale", "tblock_scale"):
+            if (gate := getattr(t, name)) is not None:
+                noise = 1 + 0.5 * rng.standard_normal(gate.shape)
+                given[name] = np.where(np.isnan(gate), noise, gate).astype(gate.dtype)
+        blocks = -(-np.array([*case.lengths_k, 0]) // case.block_size)[case.sequence_of("q")]
+        given["block_indices"] = np.clip(named, -1, blocks[:, None, None]).astype(named.dtype)
+    return Question(**given)
 
 
 def answers_of(candidate: Candidate, question: Question) -> Answers:

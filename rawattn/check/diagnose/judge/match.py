@@ -244,7 +244,9 @@ class Stage:
         read = [bug for bug in self.read if bug not in self.hints]
         inferred = [cache(partial(self._inferred, read, INFERRED[:QUICK]))]
         inferred += [cache(partial(self._inferred, [], [of])) for of in INFERRED[QUICK:]]
-        return [cache(self._of_terms), *inferred, cache(self._of_others)]
+        until = partial(itertools.takewhile, lambda _: not over(self.until))
+        others = cache(lambda: [*until(self.with_other_inputs(self.listed))])
+        return [cache(self._of_terms), *inferred, others]
 
     def _inferred(self, bugs: list[Bug], searches: Iterable[Search]) -> list[Prediction]:
         """Predictions of ``bugs``, and of those that searches of the answers give."""
@@ -253,10 +255,6 @@ class Stage:
                 bugs = [*bugs, *of(self.sample)]
         bugs = [bug for bug in bugs if self.stage in bug.stages and self.allows(bug)]
         return [*self.planted(bugs), *self.with_other_inputs(bugs)]
-
-    def _of_others(self) -> list[Prediction]:
-        others = self.with_other_inputs(self.listed)
-        return [*itertools.takewhile(lambda _: not over(self.until), others)]
 
     @cached_property
     def of_some_rows(self) -> list[Prediction]:
