@@ -23,11 +23,10 @@ from rawattn.check.diagnose.engine.question import STAGES, TENSORS, WIDE, Answer
 from rawattn.check.diagnose.evidence.precision import rows_off
 from rawattn.check.diagnose.evidence.support import NO_RULE
 from rawattn.check.diagnose.findings import CONFIDENCE, NAMELESS, Diagnosis, Finding, of_sides
-from rawattn.check.diagnose.judge.diagnosis import diagnose, sizes_of
+from rawattn.check.diagnose.judge.diagnosis import costs_of, diagnose, sizes_of
 from rawattn.check.diagnose.judge.least import Asker, least, of_stage, with_lengths
 from rawattn.check.diagnose.judge.match import LOOSE, catalogue
 from rawattn.check.diagnose.judge.proofs import ARRAYS, finding, of_nan, of_traps, reference_of
-from rawattn.check.diagnose.judge.whole import costs_of
 from rawattn.check.diagnose.read.name import NEAR, PASSES, UNREAD, Readings, read
 from rawattn.check.expected import Expected, Target, expect
 from rawattn.check.run import evaluate
