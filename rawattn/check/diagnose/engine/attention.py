@@ -46,8 +46,7 @@ OF_A_CALL, OF_A_VIEW, OF_A_SCORE = 0.4, 0.06, 1 / 60_000  # units of effort, of 
 OF_LISTS = 5  # times as many, where other blocks are listed
 
 
-@dataclass(frozen=True)
-class Rounding:
+class Rounding(NamedTuple):
     """What happens to the result of every ``operation``, to each ``operand`` of a matmul that is a
     result itself (P, dS and their tangents), and to each ``entry``, an input."""
 

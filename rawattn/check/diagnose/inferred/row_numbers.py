@@ -3,7 +3,6 @@ Results are linear in each of them, so that they tell that number row by row; wh
 of the right one, is told of all rows at once. A gradient of sinks is a sum of such numbers."""
 
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
 from functools import lru_cache, partial
 from itertools import product
 from typing import NamedTuple
@@ -42,8 +41,7 @@ HELD = {"second": ALL, "backward": ALL[2:], "jvp": [ALL[1], *ALL[5:]], "forward"
 OF = {"W": "second-w-omitted", "D": "delta-of-another-out", "e": "tangent-e-omitted"}
 
 
-@dataclass(frozen=True)
-class Rows:
+class Rows(NamedTuple):
     """Those of a stage of a question, (num_heads_q, total_q)."""
 
     question: Question

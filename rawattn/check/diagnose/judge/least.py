@@ -2,9 +2,9 @@
 pass, entry by entry, or else the rows of its results. (A rule may hold on some lengths alone.)"""
 
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from itertools import islice, product
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -28,8 +28,7 @@ MOVED = {"second": "dd", "jvp": "t"}  # what directions are called
 OF_VALUES = ("out", "sliding out", "dv", "gv", "ddout", "jvp out", "tout")  # as wide as v
 
 
-@dataclass(frozen=True)
-class Asker:
+class Asker(NamedTuple):
     """A pass of a candidate alone; how a case is made a question, and what it says to one."""
 
     candidate: Candidate

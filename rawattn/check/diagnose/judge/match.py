@@ -161,7 +161,7 @@ class Stage:
         before = cuts()
         if not self.tensors:
             return None
-        return replace(_verdict(self, ladder(self.question.dtype)), cut=cuts() > before)
+        return _verdict(self, ladder(self.question.dtype))._replace(cut=cuts() > before)
 
     def planted(self, bugs: Iterable[Bug]) -> list[Prediction]:
         """What the stage gives with each bug that can be planted, given what it was given."""
@@ -352,8 +352,7 @@ class Stage:
         return {n: min(of, key=lambda f: (not f.good, f.rms)) for n, of in fits.items()}
 
 
-@dataclass(frozen=True)
-class StageVerdict:
+class StageVerdict(NamedTuple):
     """``right``: the tensors that are. ``explained``: the bugs that fit at ``precision``, for all
     wrong tensors together or for some. ``null``: how the right computation fits.
     ``unexplained``: wrong tensors that nothing fits. ``cut``: something was not tried."""
