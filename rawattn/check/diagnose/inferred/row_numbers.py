@@ -180,9 +180,7 @@ def _told(
     others = (other_rows(due + x, every + x, known, size) for x in own)
     if not name and right and (places := next(filter(None, others), "")):
         name, text = "statistics-misplaced", f"that of other rows, {NO_RULE}: {places}"
-    elif (
-        not name and number.text not in BY_ROW and np.abs(added).max() > TINY * np.abs(every).max()
-    ):
+    elif not name and number.text not in BY_ROW and abs(added).max() > TINY * abs(every).max():
         off = known & (abs(added) > CLOSE * abs(added).max())
         what = f"{every[off].mean():.3g}" if np.ptp(every[off]) < 1e-3 else "other numbers"
         places = "; ".join(where(rows.question, "lse", off.T, known.T))
@@ -234,9 +232,8 @@ def of_sinks(question: Question, stage: str, given: Passed, found: Floats, allow
         sums = {of: factor * (x * often).sum(axis=1) for of, often in rows.items()}
         of_group = sums[OF_ALL].reshape(-1, question.group).sum(axis=1)
         sums[f"{OF_ALL}, of all heads of its group,"] = of_group.repeat(question.group)
-        sums[f"{OF_ALL}, of all heads of a group, at head h // group,"] = np.append(
-            of_group, np.zeros(len(found) - len(of_group))
-        )
+        first = np.append(of_group, np.zeros(len(found) - len(of_group)))
+        sums[f"{OF_ALL}, of all heads of a group, at head h // group,"] = first
         for of, y in sums.items():
             if np.abs(y - found).max() <= allowed:
                 text = f"the sum of {term} over {of}{sign}"

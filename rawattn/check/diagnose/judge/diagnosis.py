@@ -112,10 +112,8 @@ def sizes_of(question: Question) -> str:
     mask = ["causal" if q.causal else "not causal", *q.rare]
     mask += [] if q.window == (-1, -1) else [f"window {q.window}"]
     count = f"{q.batch} sequence{'s' if q.batch != 1 else ''}"
-    return (
-        f"{'block-sparse ' * q.sparse}attention of {count} ({lengths}), {heads}, head_dim "
-        f"{q.q.shape[2]}, {', '.join(mask)}, {q.dtype.name}"
-    )
+    rest = f"head_dim {q.q.shape[2]}, {', '.join(mask)}, {q.dtype.name}"
+    return f"{'block-sparse ' * q.sparse}attention of {count} ({lengths}), {heads}, {rest}"
 
 
 def _judge(

@@ -324,11 +324,9 @@ def _asked(
     """What is wrong with what all sides say to a question; ``told``: of the first one."""
     judged: dict[str, Diagnosis] = {}
     for side, one in sides.items():
-
-        def call(asked: Question, one: Candidate = one) -> Answers:
-            return _as_due(asked, answers_of(one, asked))
-
-        known: dict[str, Any] = {"told": told, "call": call} if side == SIDE else {}
+        known: dict[str, Any] = {}
+        if side == SIDE:
+            known = {"told": told, "call": lambda x, one=one: _as_due(x, answers_of(one, x))}
         try:
             answers = answers_of(one, question)
         except Unsupported as lack:

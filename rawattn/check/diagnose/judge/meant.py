@@ -35,7 +35,7 @@ def options(
                 yield "a cotangent of lse (dlse)", {"dlse": -read[1].astype(np.float32)}
         return
     if (wanted := _read(question, answers)) is not None:
-        for words, changes in (*_window(question, wanted), *_offsets(wanted)):
+        for words, changes in _masks(question, wanted):
             as_read = np.array_equal(places_of(replace(question, **changes)).right, wanted)
             if as_read and changes.keys() <= {*left_out}:
                 yield words, changes
@@ -75,17 +75,14 @@ def _intervals(x: Floats) -> Floats:
     return np.where(np.triu(np.ones(sums.shape[1:]), 1) > 0, sums, np.nan)
 
 
-def _window(question: Question, wanted: np.ndarray) -> Iterator[Option]:
+def _masks(question: Question, wanted: np.ndarray) -> Iterator[Option]:
+    """A window, or sequences that begin where no token sees one on the other side."""
     places = places_of(question)
     distance = np.append((places.j - places.p)[wanted & places.own], 0)
     longest = max((*question.lengths_q, *question.lengths_k))
     left, right = (-1 if n >= longest - 1 else int(n) for n in (-distance.min(), distance.max()))
     window = (left, -1 if question.causal else right)
     yield f"window = {window}", {"window": window}
-
-
-def _offsets(wanted: np.ndarray) -> Iterator[Option]:
-    """Sequences that begin where no token sees one on the other side."""
     n = len(wanted)
     if wanted.shape == (n, n):
         linked = wanted | wanted.T | np.eye(n, dtype=bool)
