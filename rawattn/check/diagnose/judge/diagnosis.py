@@ -129,8 +129,7 @@ def _judge(
     plain = [one.bug for one in told.of if one.bug is not None and one.support.plain]
     told = replace(told, hints=plain)
     for stage in question.stages:
-        verdict = Stage(question, answers, stage, until, told).verdict()
-        if verdict is not None:
+        if verdict := Stage(question, answers, stage, until, told).verdict():
             verdicts.append(verdict)
             if verdict.explained and not verdict.unexplained:
                 told = replace(told, hints=[*told.hints, verdict.explained[0].prediction.bug])

@@ -384,9 +384,8 @@ def _joined(title: str, found: Sequence[Kind]) -> Diagnosis:
             said.setdefault((one.side, one.bug, what), []).append((one, kind))
 
     tensors = {what: of[0][0].tensors for what, of in said.items()}
-    fineness = {  # of the numbers of the cases that were looked at
-        what: max(DTYPES.index(cases[0].dtype) for _, (cases, _) in of) for what, of in said.items()
-    }
+    dtypes = {what: [cases[0].dtype for _, (cases, _) in of] for what, of in said.items()}
+    fineness = {what: max(map(DTYPES.index, of)) for what, of in dtypes.items()}
 
     def confidence(what: tuple[str, str, str]) -> int:
         """The best that a case has: less where one with finer numbers says something else of the

@@ -2,6 +2,7 @@
 pass, entry by entry, or else the rows of its results. (A rule may hold on some lengths alone.)"""
 
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from dataclasses import replace
 from itertools import islice, product
 from typing import Any, NamedTuple
@@ -105,11 +106,9 @@ def _fields(asker: Asker, case: Case, question: Question) -> Iterator[Table]:
     if stage == "forward" and question.sliding is not None:
         asked.append(("sliding ", ask_branch(question, asker.ask), branch_of(question)))
     for name, function, of in asked:
-        try:
+        with suppress(Refused):
             read = READ[stage](function, of)
-        except Refused:
-            continue
-        yield from (replace(one, name=name + one.name) for one in tables_of(read))
+            yield from (replace(one, name=name + one.name) for one in tables_of(read))
     found, targets = asker.results(case)
     for name in STAGES[stage]:
         if name in found and name in targets:

@@ -26,7 +26,7 @@ from rawattn.check.diagnose.evidence.structure import where
 from rawattn.check.diagnose.evidence.support import NO_RULE
 from rawattn.check.diagnose.inferred import inputs, online, row_numbers, terms, unwritten
 from rawattn.check.diagnose.inferred.sample import Sample, in_rows, is_wrong
-from rawattn.check.diagnose.read.name import UNREAD, Readings
+from rawattn.check.diagnose.read.name import BEYOND, UNREAD, Readings
 
 NEAREST = 12  # predictions whose noise is computed, for each tensor
 OF_A_DISTANCE, OF_A_FIT = 0.1, 0.6
@@ -47,7 +47,6 @@ KERNELS = (
 )
 GENERIC = ("wrong-keys", "sparse-inverted-lists", "unknown")  # what others say more exactly
 LOOSE = (*GENERIC, "denominator", "pairs-dropped")  # of what is read, likewise
-BEYOND = ("second", "jvp")
 INFERRED = (online.bugs, inputs.numbers, inputs.bugs, unwritten.bugs)
 QUICK = 2  # of these, which cost next to nothing
 RIGHT = (NO_BUG, replace(NO_BUG, steps={"tO": second_order.by_given_out}))  # tO by the given out
