@@ -122,8 +122,6 @@ NUMBERS = {
         Number("how often P tv is in tout", "", _often),
     ),
 }
-
-
 # of numbers (num_heads_q, total_q) which are known, how much more they are than they must be, and
 # what rounding leaves of one
 Read = tuple[np.ndarray, Floats, Floats]

@@ -23,7 +23,6 @@ CURVES: dict[str, Curve] = {  # of uncapped scores with a number c
     "their absolute values": lambda S, c: (np.abs(S), np.sign(S)),
 }
 NUMBERS = (*(2.0**n for n in range(-10, 6)), 0.01, 0.1, 3.0, 5.0, 10.0, 20.0, 30.0, 50.0)
-
 Of = Callable[[Places], Array]  # numbers (num_heads_q or 1, total_q, total_k) of places
 
 
