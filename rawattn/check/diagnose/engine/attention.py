@@ -123,7 +123,7 @@ def views_of(question: Question, sliding: bool = False) -> tuple[View, ...]:
     if question.sparse and not sliding:
         return tuple(sparse_views(question))
     of = replace(question, window=question.sliding or (-1, -1)) if sliding else question
-    found, groups = list[View](), np.arange(question.num_heads_q).reshape(-1, question.group)
+    found, groups = list[View](), np.arange(question.num_heads_q).reshape(question.num_heads_kv, -1)
     for b, rows, keys in sequences(question):
         weight = allowed(len(rows), len(keys), of.mask_window)[None].astype(np.float64)
         found += [View(b, rows, keys, heads, n, weight) for n, heads in enumerate(groups)]
@@ -136,7 +136,7 @@ def sparse_views(
     """Of queries that walk ``lists``, by default the right ones; of heads of ``like`` alone."""
     wanted = None if like is None else {(view.sequence, view.head_kv) for view in like}
     lists = lists_of(question) if lists is None else lists
-    groups = np.arange(question.num_heads_q).reshape(-1, question.group)
+    groups = np.arange(question.num_heads_q).reshape(question.num_heads_kv, -1)
     for b, rows, keys in sequences(question):
         for head_kv, heads in enumerate(groups):
             if wanted is not None and (b, head_kv) not in wanted:
