@@ -22,10 +22,9 @@ from rawattn.check.diagnose.files.npz import Saved, dump, load_two
 from rawattn.check.diagnose.findings import Diagnosis, Finding, of_sides
 from rawattn.check.diagnose.harness import pairs
 from rawattn.check.diagnose.judge import meant
-from rawattn.check.diagnose.judge.diagnosis import diagnose, sizes_of
+from rawattn.check.diagnose.judge.diagnosis import diagnose, of_all, sizes_of
 from rawattn.check.diagnose.judge.failures import answers_of, question_of, reference_answers, small
 from rawattn.check.diagnose.judge.proofs import of_past, of_sinks
-from rawattn.check.diagnose.judge.whole import of_all
 from rawattn.check.diagnose.logs.explain import explain_log
 from rawattn.check.diagnose.read.packed import packed, read_packed
 from rawattn.check.diagnose.read.probe import Refused

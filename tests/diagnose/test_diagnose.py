@@ -12,10 +12,9 @@ import pytest
 from rawattn.check.cases import dtype_of, standard
 from rawattn.check.diagnose.engine.attention import STEPS, Bug, changed, solve
 from rawattn.check.diagnose.findings import of_sides
-from rawattn.check.diagnose.judge.diagnosis import diagnose
+from rawattn.check.diagnose.judge.diagnosis import SCORES, costs_of, cut, diagnose
 from rawattn.check.diagnose.judge.failures import answers_of, question_of, small
 from rawattn.check.diagnose.judge.proofs import reference_of
-from rawattn.check.diagnose.judge.whole import SCORES, costs_of, cut
 from rawattn.check.machine import use_simulator
 from rawattn.check.peer import torch_attention
 from rawattn.check.run import own

@@ -20,8 +20,8 @@ from rawattn.check.cases import standard
 from rawattn.check.diagnose.engine.attention import Bug, views_of
 from rawattn.check.diagnose.engine.question import STAGES, Answers, Question
 from rawattn.check.diagnose.findings import Diagnosis, Finding
-from rawattn.check.diagnose.judge import failures, match, whole
-from rawattn.check.diagnose.judge.diagnosis import diagnose
+from rawattn.check.diagnose.judge import failures, match
+from rawattn.check.diagnose.judge.diagnosis import diagnose, of_all
 from rawattn.check.diagnose.judge.failures import explain_failures
 from rawattn.check.diagnose.logs.explain import explain_log
 from tests.diagnose import plain
@@ -497,14 +497,14 @@ def test_the_finest_numbers_are_believed_first() -> None:
 
 def test_rows_behind_those_that_are_judged() -> None:
     question = packed((291, 300, 49), heads=(1, 1), dim=128, causal=False)
-    assert whole.of_all(question, computed(question), "A", []) == []
+    assert of_all(question, computed(question), "A", []) == []
     cut = replace(question, k=question.k[np.arange(640) % 256])
-    found = whole.of_all(question, only(computed(cut), "out", "lse"), "A", [])
+    found = of_all(question, only(computed(cut), "out", "lse"), "A", [])
     assert found[0].title == "rows of out, lse are wrong, from row 0 of out on"
     assert "offsets in memory" in found[0].look_at
     answers = computed(question)
     answers["out"][500:] *= 1.1
-    (one,) = whole.of_all(question, only(answers, "out", "lse"), "A", [])
+    (one,) = of_all(question, only(answers, "out", "lse"), "A", [])
     assert one.title == "rows of out are wrong, from row 500 of out on"
 
 

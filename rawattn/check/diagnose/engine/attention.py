@@ -46,8 +46,7 @@ OF_A_CALL, OF_A_VIEW, OF_A_SCORE = 0.4, 0.06, 1 / 60_000  # units of effort, of 
 OF_LISTS = 5  # times as many, where other blocks are listed
 
 
-@dataclass(frozen=True)
-class Rounding:
+class Rounding(NamedTuple):
     """What happens to the result of every ``operation``, to each ``operand`` of a matmul that is a
     result itself (P, dS and their tangents), and to each ``entry``, an input."""
 
@@ -124,11 +123,10 @@ def views_of(question: Question, sliding: bool = False) -> tuple[View, ...]:
     if question.sparse and not sliding:
         return tuple(sparse_views(question))
     of = replace(question, window=question.sliding or (-1, -1)) if sliding else question
-    found = []
+    found, groups = list[View](), np.arange(question.num_heads_q).reshape(question.num_heads_kv, -1)
     for b, rows, keys in sequences(question):
         weight = allowed(len(rows), len(keys), of.mask_window)[None].astype(np.float64)
-        for head_kv in range(question.num_heads_kv):
-            found.append(View(b, rows, keys, heads_of(question, head_kv), head_kv, weight))
+        found += [View(b, rows, keys, heads, n, weight) for n, heads in enumerate(groups)]
     return tuple(found)
 
 
@@ -138,11 +136,11 @@ def sparse_views(
     """Of queries that walk ``lists``, by default the right ones; of heads of ``like`` alone."""
     wanted = None if like is None else {(view.sequence, view.head_kv) for view in like}
     lists = lists_of(question) if lists is None else lists
+    groups = np.arange(question.num_heads_q).reshape(question.num_heads_kv, -1)
     for b, rows, keys in sequences(question):
-        for head_kv in range(question.num_heads_kv):
+        for head_kv, heads in enumerate(groups):
             if wanted is not None and (b, head_kv) not in wanted:
                 continue
-            heads = heads_of(question, head_kv)
             of = heads * lists.named.shape[1] // question.num_heads_q
             walked, entry, times = lists.keys(b, of)
             slot = np.where((times > 0) & (entry < question.slots), entry, -1)
@@ -159,10 +157,6 @@ def sequences(question: Question) -> Iterator[tuple[int, np.ndarray, np.ndarray]
         keys = np.arange(offsets_k[b], offsets_k[b] + question.lengths_k[b])
         if len(rows) and (len(keys) or question.sinks is not None):
             yield b, rows, keys
-
-
-def heads_of(question: Question, head_kv: int) -> np.ndarray:
-    return np.arange(head_kv * question.group, (head_kv + 1) * question.group)
 
 
 def run_steps(c: Context, names: Sequence[str], bug: Bug) -> None:
@@ -201,8 +195,7 @@ def solve(
 
 def contexts(question: Question, stage: str, given: Given = None) -> list[Context]:
     """The views of a stage with the results of all its steps, and no bug in them."""
-    found, _ = _right(Pass(question, stage, _given(question, stage, given)))
-    return [changed(c) for c in found]
+    return [changed(c) for c in _right(Pass(question, stage, _given(question, stage, given)))[0]]
 
 
 def _given(question: Question, stage: str, given: Given) -> Same | None:

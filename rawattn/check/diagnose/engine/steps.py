@@ -37,12 +37,6 @@ def _weighted(c: Context) -> Floats:
         return np.where(c.W > 0, c.r(c.G * c.cap[0]) + np.log(c.W), -np.inf)
 
 
-def _tdY(c: Context) -> Floats:
-    tdY = c.r(c.G * c.cap[1] * c.tdS) + c.r(c.tG * c.dS)
-    bent = 0.0 if c.question.softcap is None else c.r(c.cap[2] * c.tY * c.dS)
-    return np.asarray(c.r(tdY + bent))
-
-
 def sunk(value: Step) -> Step:
     return lambda c: 0.0 if c.sink is None else value(c)
 
@@ -87,7 +81,10 @@ STEPS: dict[str, Step] = {
     "tdP": lambda c: c.r(times(c.dO, c.tV.mT)),
     "w": lambda c: (c.dO * c.tO).sum(axis=-1),
     "tdS": lambda c: c.r(c.r(c.tP * (c.dP - c.D[..., None])) + c.r(c.P * (c.tdP - c.w[..., None]))),
-    "tdY": _tdY,
+    "tdY": lambda c: c.r(
+        (c.r(c.G * c.cap[1] * c.tdS) + c.r(c.tG * c.dS))
+        + (0.0 if c.question.softcap is None else c.r(c.cap[2] * c.tY * c.dS))
+    ),
     "gQ": lambda c: c.r(c.s * c.r(c.r(times(c.o(c.tdY), c.K)) + c.r(times(c.o(c.dY), c.tK)))),
     "gK": lambda c: c.s * c.r(c.r(c.o(c.tdY).mT @ c.Q) + c.r(c.o(c.dY).mT @ c.tQ)),
     "gV": lambda c: c.r(c.o(c.tP).mT @ c.dO),

@@ -19,7 +19,7 @@ from rawattn.check.diagnose.evidence.places import TILES
 from rawattn.check.diagnose.evidence.precision import relative_residual
 from rawattn.check.diagnose.evidence.structure import named
 from rawattn.check.diagnose.evidence.support import NO_RULE
-from rawattn.check.diagnose.inferred import dropped
+from rawattn.check.diagnose.inferred import terms
 from rawattn.check.diagnose.inferred.sample import WHOLE, Sample, is_wrong, stored
 from rawattn.check.diagnose.read.fields import by_head, in_heads, other_rows
 
@@ -51,7 +51,7 @@ def bugs(first: Sample) -> Iterator[Bug]:
         families = (
             selection.candidates(question, stage, wrong) if question.sparse else (),
             tiles.of_splits(question) if stage == "forward" and not question.sparse else (),
-            dropped.bugs(sample),
+            terms.pairs_dropped(sample),
             inputs.candidates(question, stage, wrong, right, b),
             stages.candidates(question, stage, wrong, b),
         )

@@ -3,7 +3,6 @@ Results are linear in each of them, so that they tell that number row by row; wh
 of the right one, is told of all rows at once. A gradient of sinks is a sum of such numbers."""
 
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
 from functools import lru_cache, partial
 from itertools import product
 from typing import NamedTuple
@@ -42,8 +41,7 @@ HELD = {"second": ALL, "backward": ALL[2:], "jvp": [ALL[1], *ALL[5:]], "forward"
 OF = {"W": "second-w-omitted", "D": "delta-of-another-out", "e": "tangent-e-omitted"}
 
 
-@dataclass(frozen=True)
-class Rows:
+class Rows(NamedTuple):
     """Those of a stage of a question, (num_heads_q, total_q)."""
 
     question: Question
@@ -124,8 +122,6 @@ NUMBERS = {
         Number("how often P tv is in tout", "", _often),
     ),
 }
-
-
 # of numbers (num_heads_q, total_q) which are known, how much more they are than they must be, and
 # what rounding leaves of one
 Read = tuple[np.ndarray, Floats, Floats]
@@ -182,9 +178,7 @@ def _told(
     others = (other_rows(due + x, every + x, known, size) for x in own)
     if not name and right and (places := next(filter(None, others), "")):
         name, text = "statistics-misplaced", f"that of other rows, {NO_RULE}: {places}"
-    elif (
-        not name and number.text not in BY_ROW and np.abs(added).max() > TINY * np.abs(every).max()
-    ):
+    elif not name and number.text not in BY_ROW and abs(added).max() > TINY * abs(every).max():
         off = known & (abs(added) > CLOSE * abs(added).max())
         what = f"{every[off].mean():.3g}" if np.ptp(every[off]) < 1e-3 else "other numbers"
         places = "; ".join(where(rows.question, "lse", off.T, known.T))
@@ -238,9 +232,8 @@ def of_sinks(question: Question, stage: str, given: Passed, found: Floats, allow
         sums = {of: factor * (x * often).sum(axis=1) for of, often in rows.items()}
         of_group = sums[OF_ALL].reshape(-1, question.group).sum(axis=1)
         sums[f"{OF_ALL}, of all heads of its group,"] = of_group.repeat(question.group)
-        sums[f"{OF_ALL}, of all heads of a group, at head h // group,"] = np.append(
-            of_group, np.zeros(len(found) - len(of_group))
-        )
+        first = np.append(of_group, np.zeros(len(found) - len(of_group)))
+        sums[f"{OF_ALL}, of all heads of a group, at head h // group,"] = first
         for of, y in sums.items():
             if np.abs(y - found).max() <= allowed:
                 text = f"the sum of {term} over {of}{sign}"

@@ -62,13 +62,10 @@ class Sample:
         names = [n for n in STAGES[stage] if n in answers and n in right]
         self.truth = {n: right[n] for n in names if answers[n].shape == right[n].shape}
         self.found = {n: by_rows(n, answers[n]) for n in self.truth}
-        self.wrong: dict[str, float] = {}
         self.sizes: dict[tuple[str, int], Floats] = {}  # of answers of sequences, by head
-        for name in sorted(self.found):
-            x = np.asarray(answers[name])
-            noise = max(4 * eps_of(x), NOISE.get(x.dtype.itemsize, 0))
-            if self.of_all(name, self.truth[name]) > noise:
-                self.wrong[name] = noise
+        as_given = {n: np.asarray(answers[n]) for n in sorted(self.found)}
+        noise = {n: max(4 * eps_of(x), NOISE.get(x.itemsize, 0)) for n, x in as_given.items()}
+        self.wrong = {n: x for n, x in noise.items() if self.of_all(n, self.truth[n]) > x}
         self.sequence, self.head_kv, best = 0, 0, 0.0
         for b, (n, m) in enumerate(zip(question.lengths_q, question.lengths_k, strict=True)):
             by_head = np.zeros(question.num_heads_kv)
@@ -112,11 +109,8 @@ class Sample:
         seen = all(self.left[name] > self.wrong[name] for name in self.wrong)
         if bug.store is not None or not seen:
             return True
-        left = self._of(bug)
+        left = self._distances(self.planted(bug, self.has))
         return any(left[name] < self.left[name] for name in self.wrong)
-
-    def _of(self, bug: Bug) -> dict[str, float]:
-        return self._distances(self.planted(bug, self.has))
 
     def planted(self, bug: Bug, only: Callable[[View], bool] | None = None) -> Answers:
         """All answers of the stage with a bug."""
@@ -133,7 +127,7 @@ class Sample:
             before = len(found)
             for bug in itertools.takewhile(lambda _: not over(until), family):
                 if bug.alike is None or bug.alike not in known:
-                    known[bug.alike] = self._of(bug)
+                    known[bug.alike] = self._distances(self.planted(bug, self.has))
                 left = known[bug.alike]
                 near = {n: left[n] for n in self.wrong if left[n] < min(FAR, CLEARS * self.left[n])}
                 if near:

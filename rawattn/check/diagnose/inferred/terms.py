@@ -1,24 +1,30 @@
 """Which terms of derivatives count otherwise than once: read by least squares. The results of these
 stages are linear in how often each of their terms counts, so that one solution of each tells how
-often it is there, whatever number that is."""
+often it is there, whatever number that is. And which pairs add nothing to gradients, told by the
+rows that are wrong: where pairs are left out for which an integer feature is beyond a bound, just
+those rows are wrong that have such a pair; the bounds with which they are the right ones are
+planted. Long, since bugs of one pass are terms as well as pairs."""
 
+import re
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from functools import lru_cache, partial
-from itertools import product
+from itertools import chain, product
 
 import numpy as np
 
 from rawattn.check.diagnose.catalogue import first_order, second_order
 from rawattn.check.diagnose.catalogue.inputs import of_view
-from rawattn.check.diagnose.catalogue.second_order import Term, multiple, of_one_pass
+from rawattn.check.diagnose.catalogue.second_order import by_given_out, of_one_pass, with_values
 from rawattn.check.diagnose.catalogue.sparse import selection
+from rawattn.check.diagnose.catalogue.tiles import OPERANDS, RESULTS
 from rawattn.check.diagnose.engine.attention import FIRST, FORWARD, TILES, Bug, View, each, solve
 from rawattn.check.diagnose.engine.effort import spent
-from rawattn.check.diagnose.engine.question import Answers, Question, by_rows
-from rawattn.check.diagnose.engine.steps import LOG2_E, STEPS, Context, Floats, Step, times
-from rawattn.check.diagnose.evidence.places import places_of
+from rawattn.check.diagnose.engine.question import Question, by_rows, side_of
+from rawattn.check.diagnose.engine.steps import LOG2_E, STEPS, Context, Floats, Step, changed, times
+from rawattn.check.diagnose.evidence.places import Places, places_of
 from rawattn.check.diagnose.evidence.precision import finite
+from rawattn.check.diagnose.evidence.rules import Span
 from rawattn.check.diagnose.inferred.sample import Sample
 from rawattn.check.diagnose.read.fields import number
 from rawattn.check.diagnose.read.terms import of_view as of_pairs
@@ -30,14 +36,18 @@ STEP, TOLD = 1e-3, 1e-2  # of a factor of all scores; of what is off, that it ma
 MOST = 4  # bugs of one pass, for each tensor
 EFFORT = 2000.0  # units, for bugs of one pass
 OF_SCALE = ("constant-factor", "second-term-dropped")  # what softmax_scale may be a factor of
+GRADIENTS = ("dQ", "dK", "dV", "gQ", "gK", "gV")
+OF_FIRST_PASS = ("e", "tO")  # of a double backward; what is wrong there is so in all gradients
+WITH_FIRST_PASS = ((), ("gQ",), ("gK", "gV"), ("gQ", "gK", "gV"))
+LOOP = re.compile(r"\((.*) of the (first|last) row of its tile of (\d+)(.*)\)")
+PAIRS = 250_000  # of a problem, beyond which it is not looked at
 
 
 def single(sample: Sample) -> list[Bug]:
     """Bugs of one term; some tensors may tell other factors than others."""
     if sample.stage in FIRST and (of_scale := [*_of_scale(sample)]):
         return of_scale
-    forward = sample.stage == "forward" or not sample.wrong
-    return [] if forward else _alone(sample, [*second_order.terms(sample.question, sample.stage)])
+    return [] if sample.stage == "forward" or not sample.wrong else _alone(sample)
 
 
 def _of_scale(sample: Sample) -> Iterator[Bug]:
@@ -48,7 +58,7 @@ def _of_scale(sample: Sample) -> Iterator[Bug]:
     }
     if sample.stage == "backward":
         made["S - lse is"] = lambda by: {
-            "bP": second_order.with_values("bP", S=multiple("S", by), L=multiple("L", by))
+            "bP": with_values("bP", S=lambda c: by * c.S, L=lambda c: by * c.L)
         }
     for words, steps in made.items():
         one, due, by = sample.planted(Bug("", stages=FIRST, steps=steps(1 + STEP))), [], []
@@ -72,12 +82,7 @@ def bugs(sample: Sample) -> Iterator[Bug]:
         return
     first = bool({"ddout", "ddlse"} & sample.wrong.keys())
     if stage == "second":
-        terms = second_order.terms(question, stage)
-        in_pass = lambda of, by: of_one_pass(Bug("", steps=of(by)), first).steps  # noqa: E731
-        of_pass = [one._replace(of=partial(in_pass, one.of)) for one in terms]
-        for bug in _alone(sample, of_pass):
-            words = f"in the {'first' if first else 'second'} pass alone"
-            yield replace(bug, variant=f"{bug.variant}, {words}")
+        yield from _alone(sample, partial(of_one_pass, first=first))
     of_masks = _of_tangents(question) if stage == "jvp" else _of_masks(question, first)
     yield from sample.near([of_masks], MOST, spent() + EFFORT)
 
@@ -129,9 +134,7 @@ def _by_right_lse(none: float, c: Context) -> tuple[Floats, Floats]:
     return right, np.where(np.isneginf(c.S), 0.0, np.exp(c.S - L))
 
 
-@lru_cache(maxsize=4)
-def _right(question: Question) -> Answers:
-    return solve(question, "forward")
+_right = lru_cache(maxsize=4)(partial(solve, stage="forward"))
 
 
 def _of_E_alone(c: Context) -> Floats:
@@ -146,9 +149,10 @@ OF_E: dict[str, Step] = {
 }
 
 
-def _alone(sample: Sample, terms: Sequence[Term]) -> list[Bug]:
+def _alone(sample: Sample, plant: Callable[[Bug], Bug] = lambda bug: bug) -> list[Bug]:
     """What a wrong tensor is off by, at some places, as so many times what a term adds to it."""
-    twice = (Bug("", stages=(sample.stage,), steps=term.of(2.0)) for term in terms)
+    terms = [*second_order.terms(sample.question, sample.stage)]
+    twice = (plant(Bug("", stages=(sample.stage,), steps=term.of(2.0))) for term in terms)
     added = [sample.planted(bug) for bug in twice]
     bugs: dict[str, Bug] = {}
     for tensor, noise in sample.wrong.items():
@@ -164,11 +168,11 @@ def _alone(sample: Sample, terms: Sequence[Term]) -> list[Bug]:
             if due @ due - by * (of @ due) <= allowed:
                 name, form, factor = _told(sample, term, 1 + by)
                 bug = Bug(name, form, (sample.stage,), steps=term.of(factor))
-                bugs.setdefault(name + form, bug)
+                bugs.setdefault(name + form, plant(bug))
     return [*bugs.values()]
 
 
-def _told(sample: Sample, term: Term, factor: float) -> tuple[str, str, float]:
+def _told(sample: Sample, term: second_order.Term, factor: float) -> tuple[str, str, float]:
     """The class of what counts so often, in words, and the number that is meant."""
     s = sample.question.scale
     scales = {"without s": 1 / s, "with s twice": s, "in base 2": LOG2_E, "times ln 2": 1 / LOG2_E}
@@ -182,3 +186,95 @@ def _told(sample: Sample, term: Term, factor: float) -> tuple[str, str, float]:
     scale = "output-scale" if sample.stage == "backward" else "tangent-scale"
     name = scale if of_scale else term.other
     return name, f"{term.text} {' or '.join(near)}", next(iter(near.values()))
+
+
+def pairs_dropped(sample: Sample) -> Iterator[Bug]:
+    """Bounds that are in no list, of the gradients that are wrong, or of loops that the first pass
+    of a double backward shares with some."""
+    first = any(RESULTS[step] & sample.wrong.keys() for step in OF_FIRST_PASS)
+    told = OF_FIRST_PASS if first else GRADIENTS
+    steps = [step for step in GRADIENTS if RESULTS[step] & sample.wrong.keys()]
+    if sample.question.sparse or len(sample.question.q) * len(sample.question.k) > PAIRS:
+        return
+    places = places_of(sample.question)
+    wrong = {side: _wrong(sample, side, told) for side in "qk"}
+    if not steps or all(x is None or x.all() for x in wrong.values()):
+        return
+    sets = [(*told, *more) for more in WITH_FIRST_PASS] if first else [steps]
+    said = set()
+    for span in sorted(_spans(places, wrong), key=partial(_odd, places)):
+        dropped = span.holds(places) & places.right
+        if (key := dropped.tobytes()) in said or (dropped == places.right).all():
+            continue
+        said.add(key)
+        for some in sets:
+            of = [*chain(*(sorted(RESULTS[step] & sample.found.keys()) for step in some))]
+            text = _words(span, places) + f", of {', '.join(of)}" * first
+            planted = {step: partial(_without, span, step) for step in some}
+            yield Bug("pairs-dropped", text, (sample.stage,), steps=planted)
+
+
+def _odd(places: Places, span: Span) -> int:
+    """Whether it is a bound of a loop that is not next to where it must be, of another side of the
+    window, or of tiles that are not square."""
+    if not (loop := LOOP.search(span.feature)):
+        return 0
+    of_right = (span.low is not None) == span.feature.startswith("j")
+    due = f" {'+' if span.low is not None else '-'} window_{'right' if of_right else 'left'}"
+    side = due * (places.question.mask_window[of_right] > 0)
+    far, wide = 1 not in (span.low, -(span.high or 0)), f"// {loop[3]}" not in span.feature
+    return 4 * far + 2 * (loop[4] != side) + wide
+
+
+def _spans(places: Places, wrong: dict[str, np.ndarray | None]) -> Iterator[Span]:
+    """Those of loops first; of equal lengths by words that hold on others."""
+    for name in chain(places.loops, places.features):
+        general = name.replace("(i of", "(p of").replace("(j of", "(j - p + i of")
+        yield from _bounds(general if places.aligned else name, places, wrong)
+
+
+def _words(span: Span, places: Places) -> str:
+    """Of a bound; where lengths differ, whether it lacks the offset of the diagonal; of a loop
+    where it ends."""
+    at = {*re.findall(r"\w+", span.feature)} & {"i", "j", "p"}
+    lacks = at == {"i", "j"} and not places.aligned
+    text = f"those with {span}" + ", without seqlen_k - seqlen_q" * lacks
+    if not (loop := LOOP.search(span.feature)) or _odd(places, span) > 3:
+        return text
+    own, other = ("queries", "keys") if span.feature.startswith("j") else ("keys", "queries")
+    does = "starts" if span.low is None else "ends"
+    where = f"where it does for the {loop[2]} one of a tile of {loop[3]} {own}"
+    return f"the loop over {other} {does} {where}: {text}"
+
+
+def _wrong(sample: Sample, side: str, told: Sequence[str]) -> np.ndarray | None:
+    """Rows of q or of k of which a result is wrong, in any head; None without a wrong one."""
+    found = []
+    for name, noise in sample.wrong.items():
+        if side_of(name) == side and any(name in RESULTS[step] for step in told):
+            x, right = sample.found[name], by_rows(name, sample.truth[name])
+            most = 4 * noise * np.sqrt(np.mean(right**2))
+            found.append(~(np.abs(x - right).max(axis=(1, 2), initial=0.0) <= most))
+    return np.logical_or.reduce(found) if found else None
+
+
+def _bounds(name: str, places: Places, wrong: dict[str, np.ndarray | None]) -> Iterator[Span]:
+    """Bounds of a feature beyond which the wrong rows, and no others, have pairs."""
+    x = np.broadcast_to(places.feature(name), places.right.shape)
+    for sign in (1, -1):
+        beyond = np.where(places.right, sign * x.astype(float), -np.inf)
+        low, high = -np.inf, np.inf
+        for side, rows in wrong.items():
+            if rows is not None:
+                most = beyond.max(axis="qk".index(side) ^ 1, initial=-np.inf)
+                low = max(low, most[~rows].max(initial=-np.inf))
+                high = min(high, most[rows].min(initial=np.inf))
+        for bound in {low + 1, high} if -np.inf < low < high < np.inf else ():
+            yield Span(name, int(bound), None) if sign > 0 else Span(name, None, -int(bound))
+
+
+def _without(span: Span, step: str, c: Context) -> Floats:
+    kept = ~of_pairs(c, span.holds(places_of(c.question))[None])
+    operands = {name: np.where(kept, getattr(c, name), 0.0) for name in OPERANDS[step]}
+    right = by_given_out if step == "tO" else STEPS[step]  # e is known behind the loop
+    return np.asarray(right(changed(c, **operands)))

@@ -1,29 +1,36 @@
 """``diagnose``: which side is wrong, and which bug it is. Each side is judged on its own: by the
 bugs of the catalogue (``match``), by whose rounding it is (``rounding``), and for bugs that nobody
-can plant by proofs from other runs and structure (``proofs``). Long by the evidence in words."""
+can plant by proofs from other runs and structure (``proofs``). Of a large problem that is done with
+a part, and all of its rows are compared once. Long by the evidence in words."""
 
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 
+from rawattn.check.cases import Case
 from rawattn.check.diagnose.catalogue.classes import CLASSES
 from rawattn.check.diagnose.engine import question as problems
 from rawattn.check.diagnose.engine.attention import empty
 from rawattn.check.diagnose.engine.effort import spent
 from rawattn.check.diagnose.engine.question import OF_KEYS, OF_SINKS, Answers, Question, by_rows
+from rawattn.check.diagnose.evidence import structure
 from rawattn.check.diagnose.evidence.rules import mask_rule
 from rawattn.check.diagnose.evidence.support import sight_of
 from rawattn.check.diagnose.findings import NAMELESS, Diagnosis, Finding
+from rawattn.check.diagnose.inferred import row_numbers
 from rawattn.check.diagnose.judge import match, proofs, rounding
 from rawattn.check.diagnose.judge.match import Explained, Stage, StageVerdict
-from rawattn.check.diagnose.judge.whole import SCORES, cut, of_all, run
 from rawattn.check.diagnose.read.name import PASSES, UNREAD, Readings
 from rawattn.check.diff import FLOATING
 
 Call = Callable[[Question], Answers]
+BY_HEAD = (*(n for names in problems.BY_TOKENS.values() for n in names), "sinks", "tsinks")
+SCORES = 1_200_000  # of all heads, of a part
+MOST = 20_000_000  # scores of all sequences and heads: of more nothing is said
+OFF = 2.0**-5  # of the size of a row: more than any rounding
 EFFORT = 6000.0  # units, after which nothing but the usual bugs is tried
 CUT = "the search was cut short: not all bugs were tried"
 SENTENCES = ("P is", "dS ", "dq is", "dk is", "dv is", "lse is", "the slope ", "the heads ")
@@ -105,10 +112,8 @@ def sizes_of(question: Question) -> str:
     mask = ["causal" if q.causal else "not causal", *q.rare]
     mask += [] if q.window == (-1, -1) else [f"window {q.window}"]
     count = f"{q.batch} sequence{'s' if q.batch != 1 else ''}"
-    return (
-        f"{'block-sparse ' * q.sparse}attention of {count} ({lengths}), {heads}, head_dim "
-        f"{q.q.shape[2]}, {', '.join(mask)}, {q.dtype.name}"
-    )
+    rest = f"head_dim {q.q.shape[2]}, {', '.join(mask)}, {q.dtype.name}"
+    return f"{'block-sparse ' * q.sparse}attention of {count} ({lengths}), {heads}, {rest}"
 
 
 def _judge(
@@ -124,8 +129,7 @@ def _judge(
     plain = [one.bug for one in told.of if one.bug is not None and one.support.plain]
     told = replace(told, hints=plain)
     for stage in question.stages:
-        verdict = Stage(question, answers, stage, until, told).verdict()
-        if verdict is not None:
+        if verdict := Stage(question, answers, stage, until, told).verdict():
             verdicts.append(verdict)
             if verdict.explained and not verdict.unexplained:
                 told = replace(told, hints=[*told.hints, verdict.explained[0].prediction.bug])
@@ -245,3 +249,65 @@ def _in_numbers(q: Question, wrong: Mapping[str, StageVerdict]) -> bool:
         return True
     pairs = (of.work.pair(name) for name, of in wrong.items())
     return any(bool((np.isfinite(x) & ~np.isclose(x, y, 0.1, 0.0)).any()) for x, y in pairs)
+
+
+def costs_of(q: Question | Case) -> list[int]:
+    """Scores of every sequence, of all heads."""
+    return [n * m * q.num_heads_q for n, m in zip(q.lengths_q, q.lengths_k, strict=True)]
+
+
+def cut(question: Question, answers: Answers) -> tuple[Question, Answers, str]:
+    """Neighbouring sequences, or heads of a long one, that there is time for; and that in words."""
+    costs = costs_of(question)
+    if sum(costs) <= SCORES:
+        return question, answers, ""
+    first, stop = run(costs)
+    question, answers = problems.part(question, answers, first, stop)
+    text = f"sequences {first} to {stop - 1} of {len(costs)} were judged"
+    total = sum(costs[first:stop])
+    if total > SCORES and question.num_heads_kv > 1 and not question.sparse:
+        count = max(1, question.num_heads_kv * SCORES // total)
+        text += f", {count} of their key/value heads"
+
+        def kept(name: str, x: np.ndarray, of_q: int = count * question.group) -> Any:
+            heads = slice(count if problems.side_of(name) == "k" else of_q)
+            return x[heads] if x.ndim < 3 else x[:, heads]
+
+        changes = {n: kept(n, x) for n in BY_HEAD if (x := getattr(question, n)) is not None}
+        question = replace(question, **changes)
+        answers = {name: kept(name, x) for name, x in answers.items()}
+    return question, answers, text
+
+
+def run(costs: Sequence[float]) -> tuple[int, int]:
+    """The longest run of sequences within the budget that cost something; else the cheapest one."""
+    total = np.append(0, np.cumsum(costs))
+    stops = np.searchsorted(total, total[:-1] + SCORES, side="right") - 1
+    longest = (stops - np.arange(len(costs))) * (total[stops] > total[:-1])
+    first = int(np.argmax(longest) if longest.any() else np.argmin(costs))
+    return first, max(first + 1, int(stops[first]))
+
+
+def of_all(
+    question: Question, answers: Answers, side: str, findings: Sequence[Finding]
+) -> list[Finding]:
+    """``findings`` of a part, and what all rows say where there are none."""
+    if findings or sum(costs_of(question)) > MOST:
+        return [*findings]
+    works = [Stage(question, answers, stage, 0.0) for stage in question.stages]
+    of = {name: work for work in works for name in work.tensors if name != "delta"}
+    wrong = {name: bad for name, work in of.items() if (bad := work.bad(name, OFF)).any()}
+    if not wrong:
+        return []
+    said = [f"{n}: {'; '.join(structure.where(question, n, bad))}" for n, bad in wrong.items()]
+    first, name = min((int(bad.any(axis=1).argmax()), name) for name, bad in wrong.items())
+    zero = not any(by_rows(n, answers[n])[bad].any() for n, bad in wrong.items())
+    bug, held = ("rows-not-written", "0") if zero else ("unknown", "wrong")
+    title = f"rows of {', '.join(wrong)} are {held}, from row {first} of {name} on"
+    look_at = "offsets in memory (their width), grids, and workspaces: short packs are right"
+    given = (side, bug, ", ".join(wrong), "medium", said)
+    work = of["dq"] if "dq" in wrong else None
+    for guess in work.planted(row_numbers.bugs(work.sample)) if work else ():
+        if all(of[n] is work and work.relative(n, guess) < OFF for n in wrong):
+            return [proofs.finding(side, guess.bug.name, *given[2:], title=guess.bug.variant)]
+    return [proofs.finding(*given, title=title, look_at=look_at)]

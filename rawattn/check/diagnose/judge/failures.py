@@ -23,11 +23,10 @@ from rawattn.check.diagnose.engine.question import STAGES, TENSORS, WIDE, Answer
 from rawattn.check.diagnose.evidence.precision import rows_off
 from rawattn.check.diagnose.evidence.support import NO_RULE
 from rawattn.check.diagnose.findings import CONFIDENCE, NAMELESS, Diagnosis, Finding, of_sides
-from rawattn.check.diagnose.judge.diagnosis import diagnose, sizes_of
+from rawattn.check.diagnose.judge.diagnosis import costs_of, diagnose, sizes_of
 from rawattn.check.diagnose.judge.least import Asker, least, of_stage, with_lengths
 from rawattn.check.diagnose.judge.match import LOOSE, catalogue
 from rawattn.check.diagnose.judge.proofs import ARRAYS, finding, of_nan, of_traps, reference_of
-from rawattn.check.diagnose.judge.whole import costs_of
 from rawattn.check.diagnose.read.name import NEAR, PASSES, UNREAD, Readings, read
 from rawattn.check.expected import Expected, Target, expect
 from rawattn.check.run import evaluate
@@ -291,20 +290,16 @@ def question_of(case: Case, seed: int = 0, *, clean: bool = False) -> Question:
     given |= {"block_size": case.block_size, "own": case.own}
     window = case.mask_window if case.window == (-1, -1) else case.window  # which causal closes
     given |= {"sliding": window if case.sliding else None}
-    return Question(**given | (_without_traps(case, t, seed) if clean else {}))
-
-
-def _without_traps(case: SparseCase, t: SparseTensors, seed: int) -> dict[str, Any]:
-    dense = make(case, seed)
-    blocks = -(-np.array([*case.lengths_k, 0]) // case.block_size)[case.sequence_of("q")]
-    rng = np.random.default_rng(seed)
-    filled = {name: getattr(dense, name) for name in ("k", "v", "tk", "tv")}
-    for name in ("block_scale", "tblock_scale"):
-        if (gate := getattr(t, name)) is not None:
-            noise = 1 + 0.5 * rng.standard_normal(gate.shape)
-            filled[name] = np.where(np.isnan(gate), noise, gate).astype(gate.dtype)
-    indices = np.clip(t.block_indices, -1, blocks[:, None, None]).astype(t.block_indices.dtype)
-    return {"block_indices": indices, **filled}
+    if clean:
+        dense, rng, named = make(case, seed), np.random.default_rng(seed), t.block_indices
+        given |= {name: getattr(dense, name) for name in ("k", "v", "tk", "tv")}
+        for name in ("block_scale", "tblock_scale"):
+            if (gate := getattr(t, name)) is not None:
+                noise = 1 + 0.5 * rng.standard_normal(gate.shape)
+                given[name] = np.where(np.isnan(gate), noise, gate).astype(gate.dtype)
+        blocks = -(-np.array([*case.lengths_k, 0]) // case.block_size)[case.sequence_of("q")]
+        given["block_indices"] = np.clip(named, -1, blocks[:, None, None]).astype(named.dtype)
+    return Question(**given)
 
 
 def answers_of(candidate: Candidate, question: Question) -> Answers:
@@ -329,11 +324,9 @@ def _asked(
     """What is wrong with what all sides say to a question; ``told``: of the first one."""
     judged: dict[str, Diagnosis] = {}
     for side, one in sides.items():
-
-        def call(asked: Question, one: Candidate = one) -> Answers:
-            return _as_due(asked, answers_of(one, asked))
-
-        known: dict[str, Any] = {"told": told, "call": call} if side == SIDE else {}
+        known: dict[str, Any] = {}
+        if side == SIDE:
+            known = {"told": told, "call": lambda x, one=one: _as_due(x, answers_of(one, x))}
         try:
             answers = answers_of(one, question)
         except Unsupported as lack:
@@ -391,9 +384,8 @@ def _joined(title: str, found: Sequence[Kind]) -> Diagnosis:
             said.setdefault((one.side, one.bug, what), []).append((one, kind))
 
     tensors = {what: of[0][0].tensors for what, of in said.items()}
-    fineness = {  # of the numbers of the cases that were looked at
-        what: max(DTYPES.index(cases[0].dtype) for _, (cases, _) in of) for what, of in said.items()
-    }
+    dtypes = {what: [cases[0].dtype for _, (cases, _) in of] for what, of in said.items()}
+    fineness = {what: max(map(DTYPES.index, of)) for what, of in dtypes.items()}
 
     def confidence(what: tuple[str, str, str]) -> int:
         """The best that a case has: less where one with finer numbers says something else of the

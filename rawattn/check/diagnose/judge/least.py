@@ -2,9 +2,10 @@
 pass, entry by entry, or else the rows of its results. (A rule may hold on some lengths alone.)"""
 
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, replace
+from contextlib import suppress
+from dataclasses import replace
 from itertools import islice, product
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -28,8 +29,7 @@ MOVED = {"second": "dd", "jvp": "t"}  # what directions are called
 OF_VALUES = ("out", "sliding out", "dv", "gv", "ddout", "jvp out", "tout")  # as wide as v
 
 
-@dataclass(frozen=True)
-class Asker:
+class Asker(NamedTuple):
     """A pass of a candidate alone; how a case is made a question, and what it says to one."""
 
     candidate: Candidate
@@ -106,11 +106,9 @@ def _fields(asker: Asker, case: Case, question: Question) -> Iterator[Table]:
     if stage == "forward" and question.sliding is not None:
         asked.append(("sliding ", ask_branch(question, asker.ask), branch_of(question)))
     for name, function, of in asked:
-        try:
+        with suppress(Refused):
             read = READ[stage](function, of)
-        except Refused:
-            continue
-        yield from (replace(one, name=name + one.name) for one in tables_of(read))
+            yield from (replace(one, name=name + one.name) for one in tables_of(read))
     found, targets = asker.results(case)
     for name in STAGES[stage]:
         if name in found and name in targets:

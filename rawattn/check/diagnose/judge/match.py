@@ -26,7 +26,7 @@ from rawattn.check.diagnose.evidence.structure import where
 from rawattn.check.diagnose.evidence.support import NO_RULE
 from rawattn.check.diagnose.inferred import inputs, online, row_numbers, terms, unwritten
 from rawattn.check.diagnose.inferred.sample import Sample, in_rows, is_wrong
-from rawattn.check.diagnose.read.name import UNREAD, Readings
+from rawattn.check.diagnose.read.name import BEYOND, UNREAD, Readings
 
 NEAREST = 12  # predictions whose noise is computed, for each tensor
 OF_A_DISTANCE, OF_A_FIT = 0.1, 0.6
@@ -47,7 +47,6 @@ KERNELS = (
 )
 GENERIC = ("wrong-keys", "sparse-inverted-lists", "unknown")  # what others say more exactly
 LOOSE = (*GENERIC, "denominator", "pairs-dropped")  # of what is read, likewise
-BEYOND = ("second", "jvp")
 INFERRED = (online.bugs, inputs.numbers, inputs.bugs, unwritten.bugs)
 QUICK = 2  # of these, which cost next to nothing
 RIGHT = (NO_BUG, replace(NO_BUG, steps={"tO": second_order.by_given_out}))  # tO by the given out
@@ -161,7 +160,7 @@ class Stage:
         before = cuts()
         if not self.tensors:
             return None
-        return replace(_verdict(self, ladder(self.question.dtype)), cut=cuts() > before)
+        return _verdict(self, ladder(self.question.dtype))._replace(cut=cuts() > before)
 
     def planted(self, bugs: Iterable[Bug]) -> list[Prediction]:
         """What the stage gives with each bug that can be planted, given what it was given."""
@@ -244,7 +243,9 @@ class Stage:
         read = [bug for bug in self.read if bug not in self.hints]
         inferred = [cache(partial(self._inferred, read, INFERRED[:QUICK]))]
         inferred += [cache(partial(self._inferred, [], [of])) for of in INFERRED[QUICK:]]
-        return [cache(self._of_terms), *inferred, cache(self._of_others)]
+        until = partial(itertools.takewhile, lambda _: not over(self.until))
+        others = cache(lambda: [*until(self.with_other_inputs(self.listed))])
+        return [cache(self._of_terms), *inferred, others]
 
     def _inferred(self, bugs: list[Bug], searches: Iterable[Search]) -> list[Prediction]:
         """Predictions of ``bugs``, and of those that searches of the answers give."""
@@ -253,10 +254,6 @@ class Stage:
                 bugs = [*bugs, *of(self.sample)]
         bugs = [bug for bug in bugs if self.stage in bug.stages and self.allows(bug)]
         return [*self.planted(bugs), *self.with_other_inputs(bugs)]
-
-    def _of_others(self) -> list[Prediction]:
-        others = self.with_other_inputs(self.listed)
-        return [*itertools.takewhile(lambda _: not over(self.until), others)]
 
     @cached_property
     def of_some_rows(self) -> list[Prediction]:
@@ -354,8 +351,7 @@ class Stage:
         return {n: min(of, key=lambda f: (not f.good, f.rms)) for n, of in fits.items()}
 
 
-@dataclass(frozen=True)
-class StageVerdict:
+class StageVerdict(NamedTuple):
     """``right``: the tensors that are. ``explained``: the bugs that fit at ``precision``, for all
     wrong tensors together or for some. ``null``: how the right computation fits.
     ``unexplained``: wrong tensors that nothing fits. ``cut``: something was not tried."""

@@ -28,10 +28,14 @@ def options(
     if question.sparse:
         return
     if not forward:
-        yield from _of_delta(question, answers) if "dlse" in left_out else ()
+        # D = dout . out - dlse with some dlse, which dq tells: it is linear in that of its row
+        sample = Sample(question, answers, "backward") if "dlse" in left_out else None
+        if question.dlse is None and sample and "dq" in sample.wrong:
+            if read := read_of(sample, DELTA):
+                yield "a cotangent of lse (dlse)", {"dlse": -read[1].astype(np.float32)}
         return
     if (wanted := _read(question, answers)) is not None:
-        for words, changes in (*_window(question, wanted), *_offsets(wanted)):
+        for words, changes in _masks(question, wanted):
             as_read = np.array_equal(places_of(replace(question, **changes)).right, wanted)
             if as_read and changes.keys() <= {*left_out}:
                 yield words, changes
@@ -71,17 +75,14 @@ def _intervals(x: Floats) -> Floats:
     return np.where(np.triu(np.ones(sums.shape[1:]), 1) > 0, sums, np.nan)
 
 
-def _window(question: Question, wanted: np.ndarray) -> Iterator[Option]:
+def _masks(question: Question, wanted: np.ndarray) -> Iterator[Option]:
+    """A window, or sequences that begin where no token sees one on the other side."""
     places = places_of(question)
     distance = np.append((places.j - places.p)[wanted & places.own], 0)
     longest = max((*question.lengths_q, *question.lengths_k))
     left, right = (-1 if n >= longest - 1 else int(n) for n in (-distance.min(), distance.max()))
     window = (left, -1 if question.causal else right)
     yield f"window = {window}", {"window": window}
-
-
-def _offsets(wanted: np.ndarray) -> Iterator[Option]:
-    """Sequences that begin where no token sees one on the other side."""
     n = len(wanted)
     if wanted.shape == (n, n):
         linked = wanted | wanted.T | np.eye(n, dtype=bool)
@@ -105,10 +106,3 @@ def _of_scale(question: Question, answers: Answers) -> Iterator[Option]:
         if np.abs(left).max(initial=0.0) < NEAR[question.dtype.itemsize] * size:
             yield f"softmax_scale = {s:.6g}", {"softmax_scale": s}
             return
-
-
-def _of_delta(question: Question, answers: Answers) -> Iterator[Option]:
-    """D = dout . out - dlse with some dlse, which dq tells: it is linear in that of its row."""
-    sample = Sample(question, answers, "backward")
-    if question.dlse is None and "dq" in sample.wrong and (read := read_of(sample, DELTA)):
-        yield "a cotangent of lse (dlse)", {"dlse": -read[1].astype(np.float32)}

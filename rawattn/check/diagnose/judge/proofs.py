@@ -189,7 +189,14 @@ def of_traps(candidate: Candidate, case: Case, side: str) -> list[Finding]:
                 return [finding(*of, title=title, look_at=look_at)] if one else []
     except Exception:  # of which others tell
         return []
-    return _of_past(expected, wrong, side)
+    for name, x in wrong.items():
+        target, due = expected.targets[name], x.copy()
+        if x.ndim < 3 or target.sequence_of.shape != x.shape[:1]:
+            return []
+        due[target.sequence_of < 0] = 0
+        if target.judge(due).verdict == "FAIL":  # past the end is not all that is wrong
+            return []
+    return of_past(expected.case, wrong, side, "high")
 
 
 def of_nan(found: Finding) -> bool:
@@ -202,18 +209,6 @@ def _failing(candidate: Candidate, expected: Expected, **changes: Any) -> Answer
     found = candidate.run(replace(expected, tensors=replace(expected.tensors, **changes)))
     there = ((name, of) for name, of in expected.targets.items() if name in found)
     return {name: found[name] for name, of in there if of.judge(found[name]).verdict == "FAIL"}
-
-
-def _of_past(expected: Expected, wrong: Answers, side: str) -> list[Finding]:
-    """Rows past the end, where all that is wrong is there."""
-    for name, x in wrong.items():
-        target, due = expected.targets[name], x.copy()
-        if x.ndim < 3 or target.sequence_of.shape != x.shape[:1]:
-            return []
-        due[target.sequence_of < 0] = 0
-        if target.judge(due).verdict == "FAIL":
-            return []
-    return of_past(expected.case, wrong, side, "high")
 
 
 def of_structure(verdict: StageVerdict, side: str) -> Finding:

@@ -110,10 +110,8 @@ def _listed(x: Places, by: Array, passed: bool) -> str:
     distance = by[h, :, at] if passed else by[h, at]
     b = int(x.question.sequence_of("kq"[not passed])[at])
     first, other = (int(x.question.offsets(of)[b]) for of in ("qk" if passed else "kq"))
-    told = [
-        f"{named('', np.flatnonzero(distance == d) - first)} {d:+d}"
-        for d in np.unique(distance[(distance != 0) & (distance != UNKNOWN)])[:4]
-    ]
+    apart = np.unique(distance[(distance != 0) & (distance != UNKNOWN)])[:4]
+    told = [f"{named('', np.flatnonzero(distance == d) - first)} {d:+d}" for d in apart]
     line = f"{'ij'[passed]} = {at - other}"
     return f"in sequence {b}, {line}: {'ji'[passed]} = {'; '.join(told)}"
 

@@ -6,7 +6,7 @@ import itertools
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property, partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -99,8 +99,7 @@ class Slopes:
         return np.asarray(self.slope * (self.dP - self.D))
 
 
-@dataclass(frozen=True, eq=False)
-class Backward:
+class Backward(NamedTuple):
     """weights: P as dv has it, with the lse that was passed. slopes: dS as dq and dk have it."""
 
     weights: Weights

@@ -10,10 +10,10 @@ from typing import Any
 import numpy as np
 
 from rawattn.check.diagnose.catalogue.classes import CLASSES
-from rawattn.check.diagnose.catalogue.second_order import JVP, SECOND, of_one_pass
+from rawattn.check.diagnose.catalogue.second_order import of_one_pass
 from rawattn.check.diagnose.catalogue.sparse import selection
 from rawattn.check.diagnose.engine import attention
-from rawattn.check.diagnose.engine.attention import BACKWARD, FIRST, FORWARD, Bug, See, View
+from rawattn.check.diagnose.engine.attention import FIRST, FORWARD, Bug, See, View
 from rawattn.check.diagnose.engine.question import LISTS, Question
 from rawattn.check.diagnose.engine.steps import STEPS, Context, Step, changed
 from rawattn.check.diagnose.evidence.places import Array, Places, log_sum
@@ -22,7 +22,6 @@ from rawattn.check.diagnose.read.probe import Weights
 from rawattn.check.diagnose.read.terms import Term, context_of, scores_of
 from rawattn.reference.dense import dead_to_inf
 
-STAGES = {"backward": BACKWARD, "second": SECOND, "jvp": JVP}
 COARSE = 3e-3  # what is left where sums run in TF32: no bug of the weights
 SITES = {"S", "dY", "E", "tdY"}  # steps that have the factors of scores
 NOISE = 8  # times what log-weights may be off by, with a listed bug
@@ -78,7 +77,7 @@ class Said:
         words = "; ".join(self.wrong)
         if self.listed is not None and self.wrong == [_title(self.listed)]:
             words = self.listed.variant
-        stages = STAGES.get(self.stage, FIRST)
+        stages = (self.stage,) if self.stage in ("backward", "second", "jvp") else FIRST
         bug = Bug(self.name or "unknown", words, stages, self.see, self.steps)
         return _in_branch(bug) if self.stage == "sliding" else bug
 

@@ -142,14 +142,10 @@ def _say_filled(said: Said, level: Array, noise: float) -> None:
         text = f"masked scores are {x:.4g}, not -inf"
         text += " (the softcap is applied to masked scores)" * capped
         said.names[:] = ["mask-fill"]
-        said.steps["S"] = partial(_filled, x)
+        said.steps["S"] = lambda c: np.where(
+            of_view(c, places_of(c.question).rights) | (c.W == 0), STEPS["S"](c), x
+        )
     said.wrong.insert(0, text)
-
-
-def _filled(number: float, c: Context) -> Array:
-    """Scores of keys that are wrongly seen."""
-    wrong = ~of_view(c, places_of(c.question).rights) & (c.W > 0)
-    return np.asarray(np.where(wrong, number, STEPS["S"](c)))
 
 
 def _say_lse(said: Said, x: _Read) -> None:
@@ -182,7 +178,7 @@ def _forms(x: _Read, passed: bool) -> Iterator[Form]:
     total = np.where(x.known, x.total, np.nan)
     if (other := map_of(x.places.question, [(x.due, ...)], total, x.noise)) is not None:
         text = f"the row sums are those of other rows: {other[0].words}"
-        yield text, "statistics-misplaced", partial(_moved, other[0], lambda x: x.due)
+        yield text, "statistics-misplaced", partial(_moved, other[0], "due")
     yield from _of_heads(x)
     yield from _with_more(x, mass)
     basis = {name: (of / x.noise)[x.known] for name, of in _parts(x).items()}
@@ -218,16 +214,15 @@ def _of_sink(x: _Read) -> Iterator[Form]:
     told = np.where(known & (size < TELLING), held, np.nan)
     if (other := map_of(x.places.question, [(x.sinks, ...)], told, size)) is not None:
         text = f"the row sums have the sink of other rows and heads: {other[0].words}"
-        moved = partial(_moved, other[0], lambda x: x.sinks)
-        yield text, "sinks-misplaced", partial(_with_sink, moved)
+        yield text, "sinks-misplaced", partial(_with_sink, partial(_moved, other[0], "sinks"))
 
 
 def _with_sink(sink: Logs, x: Rows) -> Array:
     return np.asarray(np.logaddexp(x.bare, sink(x)))
 
 
-def _moved(by: Map, of: Logs, x: Rows) -> Array:
-    return by.moved(geometry(x.places.question, "lse"), of(x))
+def _moved(by: Map, name: str, x: Rows) -> Array:
+    return by.moved(geometry(x.places.question, "lse"), getattr(x, name))
 
 
 def _of_keys(x: _Read) -> Iterator[Form]:

@@ -3,10 +3,9 @@ scores are in place of the right ones: with a term of places, other functions of
 other heads, of some columns. A term fits if its steps give the log-weights that were read."""
 
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, field
 from itertools import chain
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -24,18 +23,16 @@ CURVES: dict[str, Curve] = {  # of uncapped scores with a number c
     "their absolute values": lambda S, c: (np.abs(S), np.sign(S)),
 }
 NUMBERS = (*(2.0**n for n in range(-10, 6)), 0.01, 0.1, 3.0, 5.0, 10.0, 20.0, 30.0, 50.0)
-
 Of = Callable[[Places], Array]  # numbers (num_heads_q or 1, total_q, total_k) of places
 
 
-@dataclass(frozen=True, eq=False)
-class Term:
+class Term(NamedTuple):
     """What is wrong with the scores, its class, and the steps that do it. values: by head, factors
     of the scores."""
 
     text: str
     name: str
-    steps: Mapping[str, Step] = field(default_factory=dict)
+    steps: Mapping[str, Step]
     values: tuple[float, ...] = ()
 
 
