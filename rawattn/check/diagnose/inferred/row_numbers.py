@@ -142,7 +142,7 @@ def read_of(sample: Sample, number: Number) -> Read | None:
     steps = number.adding(QUANTITIES[""])
     one = sample.planted(Bug("", stages=(sample.stage,), steps=steps))  # 1 more of each number
     moved = {n for n, x in sample.truth.items() if not np.array_equal(one[n], x)} - {*APART}
-    told = sorted(moved & sample.wrong.keys() - {*OF_KEYS}, key=lambda n: n in BY_ROW)
+    told = sorted(moved & sample.wrong.keys() - {*OF_KEYS}, key=lambda n: (n in BY_ROW, n))
     if not told or moved - {*OF_KEYS, "gq"} - sample.wrong.keys():  # these have kernels apart
         return None
     tensor = told[0]
