@@ -94,12 +94,7 @@ BUGS = (  # those that are not one term
     Bug(P, "P of the first backward", SECOND, steps={"tdS": NO_P}),
     Bug(P, "P and out of the first backward", SECOND, steps={"tdS": NO_P} | GV),
     Bug(P, "P and delta of the first backward", SECOND, steps={"tP": _uncentred, "tdS": NO_P}),
-    Bug(
-        P,
-        "lse and out of the first backward",
-        SECOND,
-        steps=OF_EXP | GV,
-    ),
+    Bug(P, "lse and out of the first backward", SECOND, steps=OF_EXP | GV),
     Bug(D, "delta", SECOND, steps=OF_SOFTMAX | {"tP": _uncentred}),
     Bug(D, "out", SECOND, steps=OF_SOFTMAX | GV),
     Bug(D, "W = 0, no e in ddout", SECOND, steps=at(["ddout"], tP=_uncentred) | {"w": NO_ROWS}),

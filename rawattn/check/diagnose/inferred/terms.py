@@ -54,7 +54,7 @@ def _of_scale(sample: Sample) -> Iterator[Bug]:
     """A factor of scores, or of exponents, that is off by so little that results change in
     proportion to it."""
     made: dict[str, Callable[[float], dict[str, Step]]] = {
-        "the scores are": lambda by: {"Y": lambda c: by * STEPS["Y"](c)},
+        "the scores are": lambda by: {"Y": lambda c: by * STEPS["Y"](c)}
     }
     if sample.stage == "backward":
         made["S - lse is"] = lambda by: {
