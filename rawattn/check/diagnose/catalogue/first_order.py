@@ -162,11 +162,7 @@ def _of_scores(question: Question) -> Iterator[Bug]:
     }
     products["Q K^T and dO V^T"] = products["Q K^T"] + products["dO V^T"]
     width = min(question.q.shape[2], question.v.shape[2])
-    sizes = {
-        x // deep * deep
-        for x in (question.q.shape[2], question.v.shape[2])
-        for deep in (16, 32, 64)
-    }
+    sizes = {x.shape[2] // deep * deep for x in (question.q, question.v) for deep in (16, 32, 64)}
     for columns, (words, some) in product({width, *sizes} - {0}, products.items()):
         steps = {
             step: with_values(step, **{x: partial(_columns, x, columns) for x in operands})

@@ -199,7 +199,7 @@ def sequences(question: Question, clamped: bool = False) -> Iterator[Map]:
     """The same row of another sequence, or counted from another place, which is not the same.
     clamped: past the end of all there is the last row."""
     found = ORIGINS | {
-        f"the offset of {x}": lambda g, of=of: g.offsets[of(g)] for x, of in OTHERS.items()
+        f"the offset of {x}": lambda g, o=o: g.offsets[o(g)] for x, o in OTHERS.items()
     }
     sizes = TILES if not question.sparse else (*TILES, question.block_size)
     for (words, of_tile), t in itertools.product(OF_TILES.items(), sizes):

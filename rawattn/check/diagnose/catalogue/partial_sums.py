@@ -279,9 +279,7 @@ WEIGHTS: dict[str, Weights] = {text: partial(_shares, taken) for text, taken in 
         p.row_sums * _exp(_finite(p.tops.max(axis=0)) - _whole(TAKEN[RIGHT], p))
     ),
     "one by one, beside an lse that holds the part already": _updated,
-    SUMMED: lambda p: (
-        p.row_sums * _exp(p.tops - _finite(p.tops.max(axis=0))) / p.row_sums.sum(axis=0)
-    ),
+    SUMMED: lambda p: p.row_sums * _exp(p.tops - _finite(p.tops.max(0))) / p.row_sums.sum(0),
     "exp2 of natural units, less the right lse of all": lambda p: _exp(
         LN_2 * (p.lses - _finite(_whole(TAKEN[RIGHT], p)))
     ),

@@ -45,9 +45,7 @@ def _bugs(question: Question) -> Iterator[Bug]:
 
 def of_weights(question: Question) -> Iterator[Bug]:
     """All that change who sees whom, how often, or by what factor, whether they show or not."""
-    yield from (
-        Bug(name, words, see=lists.listed(change)) for name, words, change in lists.rows(question)
-    )
+    yield from (Bug(name, text, see=lists.listed(of)) for name, text, of in lists.rows(question))
     if question.block_scale is not None:
         yield from _of_gates(question, lambda see: True)
     yield from chain(lists.misread(question), _misread(question), walks.cut(question))
