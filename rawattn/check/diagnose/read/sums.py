@@ -61,7 +61,7 @@ class _Read(Rows):
         """Whether these are the logarithms of the sums. NaN of rows that have none: they tell
         nothing, where they are few, or are divided by 1 beside their maximum."""
         none = np.isnan(L := of(self))
-        few = none.mean(where=self.known) < fields.FEW
+        few = none[self.known].sum() < fields.FEW * self.known.sum()
         off = np.abs(self.total - np.where(none, self.total if few else self.top, L))
         return bool(off[self.known].max(initial=0) < times * self.noise)
 
@@ -81,6 +81,7 @@ def say_passed(said: Said) -> None:
             said.steps["bP"] = lambda c: own(c)[1]
 
 
+@np.errstate(all="ignore")
 def say_sums(said: Said, second: Callable[[], Weights]) -> None:
     """What the weights are divided by, and lse; ``second``: the same on other lengths."""
     x = _Read(said, said.weights)
@@ -117,19 +118,20 @@ def _say_form(said: Said, x: _Read, second: Callable[[], Weights] | None) -> Non
         said.say("the row sums are wrong, by another number in every row", name)
 
 
+@np.errstate(all="ignore")
 def _planted(said: Said, L: Logs, places: Places) -> Array:
     """What rows of a problem are divided by."""
     seen = said.support.at(places) > 0
     return L(Rows(places, said.scores(places, Right(places).S), seen))
 
 
+@np.errstate(all="ignore")
 def _over(L: Callable[[Places], Array], c: Context) -> tuple[Array, Array]:
     """Weights over exp of other numbers of rows, lse and P."""
     by = L(places_of(c.question))[np.ix_(c.view.heads, c.view.rows)]
     none = np.isnan(by)
     top = np.where(none, c.S.max(axis=-1, initial=-np.inf), by)
-    with np.errstate(over="ignore"):
-        return np.where(none, -np.inf, by), np.exp(c.S - dead_to_inf(np, top)[..., None])
+    return np.where(none, -np.inf, by), np.exp(c.S - dead_to_inf(np, top)[..., None])
 
 
 def _say_filled(said: Said, level: Array, noise: float) -> None:
@@ -189,14 +191,13 @@ def _forms(x: _Read, passed: bool) -> Iterator[Form]:
 
 def _parts(x: Rows) -> dict[str, Array]:
     """Numbers of rows of which others may be sums."""
-    found = {"the right lse": x.due, "row_max": x.top, "row_sum": np.exp(x.due - x.top)}
+    found = {"the right lse": x.due, "row_max": x.top, "row_sum": np.exp(x.due - dead_to_inf(np, x.top))}
     found[""] = np.ones_like(x.top)
     return found if x.sinks is None else found | {SINK: x.sinks, MORE: np.maximum(x.sinks, x.top)}
 
 
 def _sum_of(factors: dict[str, float], x: Rows) -> Array:
-    with np.errstate(invalid="ignore"):
-        found = np.asarray(sum(by * _parts(x)[name] for name, by in factors.items()))
+    found = np.asarray(sum(by * _parts(x)[name] for name, by in factors.items()))
     return np.where(np.isneginf(x.due), x.due, found)
 
 
@@ -239,8 +240,7 @@ def _sums(rule: Rule, of: Callable[[Places], Array], tile: int, x: Rows) -> Arra
     p = x.places
     there = of(p) & rule.holds(p)
     zeros = (there & (p.j == p.m - 1)).any(axis=-1) * (-p.m % tile)[:, 0]
-    with np.errstate(divide="ignore"):
-        found = np.logaddexp(log_sum(np.where(there, x.S, -np.inf)), np.log(zeros.astype(float)))
+    found = np.logaddexp(log_sum(np.where(there, x.S, -np.inf)), np.log(zeros.astype(float)))
     return np.where(np.isneginf(found), np.nan, found)
 
 
