@@ -81,7 +81,6 @@ def say_passed(said: Said) -> None:
             said.steps["bP"] = lambda c: own(c)[1]
 
 
-@np.errstate(all="ignore")
 def say_sums(said: Said, second: Callable[[], Weights]) -> None:
     """What the weights are divided by, and lse; ``second``: the same on other lengths."""
     x = _Read(said, said.weights)
@@ -99,6 +98,7 @@ def say_sums(said: Said, second: Callable[[], Weights]) -> None:
         _say_lse(said, x)
 
 
+@np.errstate(all="ignore")
 def _say_form(said: Said, x: _Read, second: Callable[[], Weights] | None) -> None:
     """The first form that gives what was read, or what can be said without one."""
     for text, name, L in _forms(x, second is None):
@@ -191,8 +191,8 @@ def _forms(x: _Read, passed: bool) -> Iterator[Form]:
 
 def _parts(x: Rows) -> dict[str, Array]:
     """Numbers of rows of which others may be sums."""
-    found = {"the right lse": x.due, "row_max": x.top, "row_sum": np.exp(x.due - dead_to_inf(np, x.top))}
-    found[""] = np.ones_like(x.top)
+    sums = np.exp(x.due - dead_to_inf(np, x.top))
+    found = {"the right lse": x.due, "row_max": x.top, "row_sum": sums, "": np.ones_like(x.top)}
     return found if x.sinks is None else found | {SINK: x.sinks, MORE: np.maximum(x.sinks, x.top)}
 
 
