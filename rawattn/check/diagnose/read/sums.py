@@ -197,7 +197,8 @@ def _parts(x: Rows) -> dict[str, Array]:
 
 
 def _sum_of(factors: dict[str, float], x: Rows) -> Array:
-    found = np.asarray(sum(by * _parts(x)[name] for name, by in factors.items()))
+    parts = _parts(x)
+    found = np.asarray(sum(by * parts[name] for name, by in factors.items()))
     return np.where(np.isneginf(x.due), x.due, found)
 
 
@@ -208,7 +209,8 @@ def _of_sink(x: _Read) -> Iterator[Form]:
     known = x.known & (more > 0)
     held = np.log(np.where(known, more, 1.0))
     size = np.where(known, x.noise * np.exp(x.total) / np.where(known, more, 1.0) + 1e-9, 1.0)
-    basis = {name: (_parts(x)[name] / size)[known] for name in ("row_max", SINK, MORE, "")}
+    parts = _parts(x)
+    basis = {name: (parts[name] / size)[known] for name in ("row_max", SINK, MORE, "")}
     for factors in sums_of(basis, (held / size)[known], MOST) if known.any() else ():
         text = f"the row sums have exp({sum_in_words(factors)}), in place of exp(sink)"
         yield text, "sinks-misplaced", partial(_with_sink, partial(_sum_of, factors))
@@ -315,8 +317,7 @@ def _padding(tile: int, length: int, x: Rows) -> Array:
 
 
 def _and_more(times: Array, of: Logs, x: Rows) -> Array:
-    with np.errstate(divide="ignore"):
-        return np.asarray(np.log(np.maximum(np.exp(x.due) + times * of(x), 0.0)))
+    return np.asarray(np.log(np.maximum(np.exp(x.due) + times * of(x), 0.0)))
 
 
 def say_values(said: Said) -> None:
