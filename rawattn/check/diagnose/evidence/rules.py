@@ -14,8 +14,9 @@ Array = np.ndarray
 LENGTHS = {"seqlen_q", "seqlen_k"}  # bounds of which tell the few sequences of a problem apart
 SPLIT = re.compile(r"ceil\(")  # of what is in so many parts, which few lengths tell from tiles
 CHANCE = re.compile(r"seqlen_[qk]|the (sequence|row of).*|j - the (longest )?seqlen_k.*")  # alike
+NUMBERS = re.compile(r"\d+")
 FEW = 6  # runs of a feature that may be intervals: what falls into more is told by another one
-PAIRS = 400  # rules of two
+PAIRS, MOST = 400, 4000  # rules of two that are made, of so many that are looked at
 
 
 class Places(Protocol):
@@ -45,6 +46,11 @@ class Span(NamedTuple):
         """(total_q, total_k)."""
         return np.broadcast_to(self.among(places.feature(self.feature)), places.j.shape)
 
+    @property
+    def numbers(self) -> frozenset[int]:
+        """Those but 0 that it is said with, also of its feature: chance needs more of them."""
+        return frozenset(map(int, NUMBERS.findall(str(self)))) - {0}
+
     def __str__(self) -> str:
         if self.low == self.high:
             return f"{self.feature} = {self.low}"
@@ -62,9 +68,9 @@ class Rule(NamedTuple):
 
     @property
     def size(self) -> tuple[int, int, int]:
-        """How many intervals, how many numbers in them, and how large they are."""
-        numbers = [x for span in self.spans for x in {*span[1:]} if isinstance(x, int)]
-        return len(self.spans), len(numbers), sum(map(abs, numbers))
+        """How many intervals, how many numbers they are said with, and how large these are."""
+        numbers = {x for span in self.spans for x in span.numbers}
+        return len(self.spans), len(numbers), sum(numbers)
 
     @property
     def plain(self) -> bool:
@@ -168,7 +174,11 @@ def _exact(spans: Sequence[_Left], count: int) -> Iterator[Rule]:
     apart = np.array([*{mark.tobytes(): n for n, mark in enumerate(marks)}.values()])
     matrix = np.stack([one.left[apart] for one in spans]).astype(np.float32)
     pairs = np.argwhere(np.triu(matrix @ matrix.T == 0, 1))
-    for one, other in sorted(pairs.tolist(), key=sum)[:PAIRS]:
+    pairs = pairs[np.argsort(pairs.sum(axis=1), kind="stable")[:MOST]]
+    numbers = [one.span.numbers for one in spans]
+    for one, other in sorted(pairs.tolist(), key=lambda x: len(numbers[x[0]] | numbers[x[1]]))[
+        :PAIRS
+    ]:
         yield Rule((spans[one].span, spans[other].span), spans[one].every)
 
 

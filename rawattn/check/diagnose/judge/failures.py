@@ -38,7 +38,8 @@ PAIRS = 400_000  # of queries and keys, over all heads: a case beyond is not loo
 SECONDS = 9.0  # of an idle machine, after which no further problem is begun
 AGREEING, SETTLED, DEAR = 4, 200.0, 2000.0  # kinds of cases; effort after which 2, 1 are enough
 SURE, COARSE = ("high", "medium"), "narrow-intermediate"
-FURTHER = ((21, 3, 48, 0, 38), (70, 9, 32))  # lengths of what is asked once more
+# lengths of what is asked once more
+FURTHER = ((21, 3, 48, 0, 38), (70, 9, 32), (5, 18, 2, 27, 14, 7, 11, 23, 64))
 UNUSED: dict[str, Any] = {"seqused_k": None, "sinks": False, "softcap": None, "causal": False}
 UNUSED |= {"window": (-1, -1), "own": False, "gate": False, "counts": False}
 REFUTED = "it does not give the numbers of other problems"

@@ -4,6 +4,7 @@ pass, entry by entry, or else the rows of its results. (A rule may hold on some 
 from collections.abc import Callable, Iterator
 from contextlib import suppress
 from dataclasses import replace
+from functools import partial
 from itertools import islice, product
 from typing import Any, NamedTuple
 
@@ -11,13 +12,14 @@ import numpy as np
 
 from rawattn.check.candidate import Candidate
 from rawattn.check.cases import Case, in_use
-from rawattn.check.diagnose.engine.attention import FIRST
+from rawattn.check.diagnose.engine.attention import FIRST, solve
 from rawattn.check.diagnose.engine.question import STAGES, Answers, Question, by_rows, side_of
 from rawattn.check.diagnose.judge.diagnosis import sizes_of
+from rawattn.check.diagnose.read import probe
 from rawattn.check.diagnose.read.name import BEYOND, READERS, ask_branch
 from rawattn.check.diagnose.read.probe import OF_DERIVATIVES, Ask, Refused
 from rawattn.check.diagnose.read.said import branch_of
-from rawattn.check.diagnose.read.tables import ROW, Table, tables_of, told
+from rawattn.check.diagnose.read.tables import OFF, ROW, Table, tables_of, told
 from rawattn.check.expected import Target, expect
 from rawattn.check.second import expect_second
 
@@ -26,6 +28,9 @@ SIZES = (1, 2, 3, 4, 5, 8, 9, 12, 16, 17, 20, 24, 32, 33, 40, 48, 49, 64, 65, 80
 FEW = (1, 2, 4, 9, 17, 33, 65)
 READ: dict[str, Callable[..., Any]] = {of: reader for of, (reader, _) in READERS.items()} | BEYOND
 MOVED = {"second": "dd", "jvp": "t"}  # what directions are called
+# of what each is linear in, and of which unit vectors tell it
+TANGENTS = {"tout": ("v", "P o (E - e)"), "ddout": ("v", "P o (E - e)"), "gq": ("k", "tdS")}
+TANGENTS |= {"gk": ("q", "tdS"), "gv": ("dout", "tP")}
 OF_VALUES = ("out", "sliding out", "dv", "gv", "ddout", "jvp out", "tout")  # as wide as v
 
 
@@ -113,12 +118,25 @@ def _fields(asker: Asker, case: Case, question: Question) -> Iterator[Table]:
     for name in STAGES[stage]:
         if name in found and name in targets:
             target = targets[name]
+            if name in TANGENTS and target.judge(found[name]).verdict == "FAIL":
+                with suppress(Refused):
+                    yield _entries(asker, question, name)
             x, y = (by_rows(name, a).swapaxes(0, 1) for a in (found[name], target.reference))
             size = float(np.abs(y[np.isfinite(y)]).mean()) or 1.0
             noise = max(2 * target.allowance() / size, 1e-6)
             wide = "slot" if name.endswith("block_scale") else "column"
             of_rows = Table(name, x, y, side_of(name), ROW if x.shape[2] == 1 else wide, noise)
             yield _summed(of_rows, question, MOVED.get(stage, "")) or of_rows
+
+
+def _entries(asker: Asker, question: Question, name: str) -> Table:
+    """The intermediate that a result beyond the first order is linear in, entry by entry."""
+    of, called = TANGENTS[name]
+    still = {f"t{of}": np.zeros_like(getattr(question, of))} if of != "dout" else {}
+    read = partial(probe.read_tangents, name=name, of=of, question=replace(question, **still))
+    found, due = read(asker.ask), read(partial(solve, stage=asker.stage))
+    noise = OFF * probe.NOISE[question.dtype.name]
+    return Table(f"{called} of {name}", found, due, "q", "j", noise)
 
 
 def _summed(of: Table, q: Question, moved: str) -> Table | None:
@@ -140,7 +158,10 @@ def _summed(of: Table, q: Question, moved: str) -> Table | None:
             for h in range(head * many, (head + 1) * many) or (head * x.shape[1] // heads,):
                 basis.append(x[:, h])
                 labels += [f"{name}[{n}{f', head {h}' * (many > 1)}]" for n in range(len(x))]
-        inverse = np.linalg.pinv(np.concatenate(basis))
-        found.append([of.found[head] @ inverse, of.due[head] @ inverse])
+        rows = np.concatenate(basis)
+        shares = [x @ np.linalg.pinv(rows) for x in (of.found[head], of.due[head])]
+        if not np.allclose(shares[0] @ rows, of.found[head], rtol=of.noise, atol=of.noise):
+            return None  # columns differ in what they are sums of
+        found.append(shares)
     x, y = (np.array(part) for part in zip(*found, strict=True))
     return Table(of.name, x, y, of.side, tuple(labels), max(10 * of.noise, 1e-4))

@@ -6,6 +6,7 @@ Long, since one bug, and some for some tensors, are chosen from the same fits.""
 import contextlib
 import itertools
 import math
+import re
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
@@ -35,6 +36,7 @@ OF_ZEROS = 2  # classes that may explain zeros, for one of them to be named
 SHARE = 2.0**-6  # of the size of a row: what another one is off by
 ROWS = 4  # wrong ones, at least, for a bug to be one of these alone
 ELSEWHERE = "; all else is right"
+OF_LANES = re.compile(r"the (row|key)s with \w \S+ \d+ = \d+")
 # words of forms that tell no cause
 OF_NO_CAUSE = "and of no others", "or are not written", "the first tile alone"
 INEXACT = (NO_RULE, ELSEWHERE, *OF_NO_CAUSE, "holds other numbers")
@@ -194,7 +196,7 @@ class Stage:
             tried = [*tried, *more]
             yield tried
         if not over(self.until):
-            yield self.of_some_rows
+            yield self.of_some
 
     @cached_property
     def sample(self) -> Sample:
@@ -256,8 +258,8 @@ class Stage:
         return [*self.planted(bugs), *self.with_other_inputs(bugs)]
 
     @cached_property
-    def of_some_rows(self) -> list[Prediction]:
-        """What a bug gives in wrong rows, right ones elsewhere: of some heads, tiles or lanes."""
+    def of_some(self) -> list[Prediction]:
+        """What a bug gives in some of the wrong tensors, or lanes, right ones elsewhere."""
         bad = {name: rows for name in self.tensors if (rows := self.bad(name)).sum() >= ROWS}
         if not bad:
             return []
@@ -266,18 +268,18 @@ class Stage:
         for guess in itertools.chain(*every):
             by = {n: self.pair(n, guess) for n in bad if guess.bug.store is None}
             told = {n: bad[n] for n, x in by.items() if not noise.rows_off(*x, bad[n], SHARE).any()}
-            if not told:
-                continue
-            both = {n: (self.pair(n, guess)[1], self.pair(n)[1]) for n in self.tensors}
+            both = {n: (self.pair(n, guess)[1], self.pair(n)[1]) for n in self.tensors if told}
             changed = {n: noise.rows_off(*x, self.rows[n], SHARE) for n, x in both.items()}
-            name = next(iter(told))
-            places = f"in {' and '.join(told)} alone"
-            if (changed[name] & ~told[name]).any():
-                of_rows = where(self.question, name, told[name], changed[name])
-                places = f"in some rows, {', '.join(of_rows)}"
-            elif not any(changed[n].any() for n in {*self.tensors} - {*told}):
+            name = next(iter(told), "")
+            if told and (changed[name] & ~told[name]).any():
+                places = ", ".join(where(self.question, name, told[name], changed[name]))
+                if not OF_LANES.fullmatch(places):
+                    continue  # other rows, and by chance
+            elif any(changed[n].any() for n in changed.keys() - told.keys()):
+                places = f"{' and '.join(told)} alone"
+            else:
                 continue  # it is all of the bug
-            text = f"{guess.bug.variant} {places}{ELSEWHERE}".strip()
+            text = f"{guess.bug.variant} in {places}{ELSEWHERE}".strip()
             store = partial(_in_rows, told, self.rights[0].answers)
             found.append(replace(guess.bug, variant=text, store=store))
         return self.planted(found)

@@ -1,5 +1,5 @@
 """Weights that meet other rows of v, or of dout, than they belong to: each is known by its number.
-In the words of a rule, or of an order in tiles, and as steps."""
+In the words of a rule, or of an order in tiles, and as steps. And rows with weights of others."""
 
 from collections.abc import Callable
 from functools import partial
@@ -7,6 +7,7 @@ from functools import partial
 import numpy as np
 
 from rawattn.check.diagnose.engine.attention import TILES
+from rawattn.check.diagnose.engine.question import Question
 from rawattn.check.diagnose.engine.steps import STEPS, Context, Floats, changed
 from rawattn.check.diagnose.evidence.places import Array, Places, places_of
 from rawattn.check.diagnose.evidence.rules import Shown, rules_of
@@ -16,6 +17,7 @@ from rawattn.check.diagnose.read.said import Said
 
 NEAR = {8: 1e-9, 4: 1e-5}  # of a weight to the one that it is, by the bytes of the inputs
 UNKNOWN = 1 << 30
+SOME = 3  # rows that are told
 KNOWN = 0.8  # of the weights that are read, at least, are some of the right ones
 Read = tuple[Places, Array]
 To = Callable[[Places], Array]  # where weights are, by where they belong, (total_q, total_k)
@@ -114,6 +116,61 @@ def _listed(x: Places, by: Array, passed: bool) -> str:
     told = [f"{named('', np.flatnonzero(distance == d) - first)} {d:+d}" for d in apart]
     line = f"{'ij'[passed]} = {at - other}"
     return f"in sequence {b}, {line}: {'ji'[passed]} = {'; '.join(told)}"
+
+
+def say_rows(said: Said) -> bool:
+    """Whether rows that are wrong, most of them, hold, alone or beside their own, weights of other
+    queries, or the mean of what one sees: they were stored, or summed, by others."""
+    read, q = said.weights, said.weights.places.question
+    with np.errstate(invalid="ignore", over="ignore", divide="ignore"):
+        due = np.where(read.places.rights, read.right.S, -np.inf)
+        found = np.where(read.seen, read.logs, -np.inf)
+        off = found - due + read.right.lse[..., None]
+        same = np.isneginf(found) & (due - read.right.lse[..., None] < np.log(read.least))
+        wrong = ~(same | (np.abs(off) <= 8 * read.noise)) & read.alive[..., None]
+    others, told, count = due.reshape(-1, due.shape[2]), list[tuple[int, str]](), 0
+    for h, i in np.argwhere(wrong.any(axis=2)):
+        own = _largest(np.where(np.isneginf(due[h, i]), np.nan, off[h, i]), 8 * read.noise)
+        keys = np.flatnonzero(read.seen[h, i] & ~own)
+        count += bool(len(keys))
+        text = _other_row(others[:, keys], found[h, i, keys], read, h, i) if len(keys) > 1 else ""
+        if text:
+            text += " and its own" * bool(own.any())
+            told.append((len(keys), f"{_called(q, h, i)} those of {text}"))
+    if len(told) < max(2, count // 2):
+        return False
+    some = [text for _, text in sorted(told, key=lambda x: -x[0])[:SOME]]
+    said.wrong[:] = [f"rows hold weights of other rows: {'; '.join(some)}"]
+    said.names.clear()
+    said.unread[:] = ["by which rule"]
+    return True
+
+
+def _largest(x: Array, near: float) -> Array:
+    """The most numbers that are the same, where they are several, or all that there are."""
+    close = np.abs(x[:, None] - x[None]) <= near
+    most = close[close.sum(axis=1).argmax()]
+    several = most.sum() > 1 or np.isfinite(x).sum() == 1
+    return np.asarray(most & several)
+
+
+def _other_row(others: Array, found: Array, read: Weights, h: int, i: int) -> str:
+    """Whose weights these are, up to a factor: of the other row that is the nearest."""
+    q, near = read.places.question, 8 * read.noise
+    with np.errstate(invalid="ignore"):
+        alike = np.ptp(others - found, axis=1) <= near
+    flat = bool(np.ptp(found) <= near)
+    alike = np.isfinite(others).all(axis=1) if flat and not alike.any() else alike
+    at = [tuple(map(int, divmod(row, len(q.q)))) for row in np.flatnonzero(alike)]
+    if not at or (h, i) in at:
+        return ""
+    heads, rows = min(at, key=lambda x: (x[0] != h, abs(x[1] - i)))
+    return "a query of zeros beside " * flat + _called(q, heads, rows)
+
+
+def _called(q: Question, h: int, i: int) -> str:
+    b = int(q.sequence_of("q")[i])
+    return f"i = {i - int(q.offsets('q')[b])} of sequence {b}, head {h}"
 
 
 def _with_moved(to: To, axis: int, step: str, c: Context) -> Floats:

@@ -14,7 +14,7 @@ from rawattn.check.diagnose.catalogue.classes import CLASSES
 from rawattn.check.diagnose.engine.attention import Bug, solve
 from rawattn.check.diagnose.engine.question import LISTS, Answers, Question
 from rawattn.check.diagnose.evidence.places import places_of
-from rawattn.check.diagnose.evidence.support import Support
+from rawattn.check.diagnose.evidence.support import NO_RULE, Support
 from rawattn.check.diagnose.findings import NAMELESS, PLAIN, Diagnosis, Finding
 from rawattn.check.diagnose.read import probe, tables
 from rawattn.check.diagnose.read.probe import Ask, Refused, Weights, problem
@@ -37,6 +37,7 @@ READERS: dict[str, tuple[Callable[..., Any], Callable[..., Said]]] = {
 }
 TELLING = {"forward": "out", "backward": "dv"}  # of who sees whom, on any problem
 FURTHER = 5  # lengths of that problem
+SHORT = (2, 5, 18, 7, 27, 3, 11)  # lengths that tell what a tile is from what it is by chance
 NEAR = {2: 2e-2, 4: 5e-3, 8: 1e-5}  # of a row, by the bytes of the inputs
 Known = tuple[Question, Answers] | None
 PASSES = {"forward": "forward pass", "backward": "backward pass", "sliding": "sliding branch"}
@@ -146,7 +147,7 @@ def _with(finding: Finding, said: Said) -> Finding:
         rest = f"; right: {', '.join(said.right)}" * bool(said.right)
         return replace(finding, title=f"{PASSES[said.stage]}: {said.unread[0]}{rest}")
     of_others = finding.confidence in ("high", "medium") or said.loose or not said.support.plain
-    listed = finding.form and not of_rules and of_others
+    listed = finding.form and not of_rules and of_others and NO_RULE not in finding.form
     if finding.bug not in PLAIN or not said.wrong or listed:
         return finding
     if finding.bug == "unknown" and said.bug and finding.confidence in ("high", "medium"):
@@ -247,7 +248,7 @@ def _is_so(said: Said, question: Question, answers: Answers) -> bool:
 def _elsewhere(of: Callable[[Ask, Question], Any], ask: Ask, question: Question) -> Any:
     """What is read on other lengths; where they are refused, on multiples of such as it takes."""
     try:
-        return of(ask, problem(question, 1, other=4))
+        return of(ask, problem(question, 1, other=4, more=SHORT))
     except Refused:
         multiple = math.gcd(*question.lengths_q, *question.lengths_k)
         return of(ask, problem(question, 1, other=multiple))

@@ -106,13 +106,17 @@ class Backward(NamedTuple):
     slopes: dict[str, Slopes]
 
 
-def problem(question: Question, seed: int, *, other: int = 0) -> Question:
-    """Like ``question``, of a forward pass; ``other``: with lengths more by multiples of that."""
+def problem(question: Question, seed: int, *, other: int = 0, more: Sequence[int] = ()) -> Question:
+    """Like ``question``, of a forward pass; ``other``: with lengths more by multiples of that;
+    more: lengths of further sequences."""
     rng = np.random.default_rng([seed, 77])
     lengths = [np.diff(question.offsets(of)).astype(int) for of in "qk"]
     if other:  # where it can, another order, so that nothing hangs on the place of a sequence
-        more = [other * (3 + 5 * b % 7) for b in range(question.batch)]
-        lengths = [np.where(x > 0, x + more, 0)[::-1] for x in lengths]
+        longer = [other * (3 + 5 * b % 7) for b in range(question.batch)]
+        lengths = [np.where(x > 0, x + longer, 0)[::-1] for x in lengths]
+        apart = question.lengths_q != question.lengths_k
+        further = (more, more[:: -1 if apart else 1])
+        lengths = [np.append(x, y).astype(int) for x, y in zip(lengths, further, strict=True)]
     offsets = [np.concatenate([[0], np.cumsum(x)]).astype(np.int32) for x in lengths]
     used = question.seqused_k
     if used is not None and other:
@@ -238,6 +242,27 @@ def read_backward(ask: Ask, question: Question) -> Backward:
     passed = Right(places)
     vars(passed).update(S=of_k.S, lse=lse)  # of several calls, in place of what is computed
     return Backward(Weights(passed, P, lse, None, calls), {"dq": of_q, "dk": of_k})
+
+
+def read_tangents(ask: Ask, question: Question, name: str, of: str) -> Array:
+    """What a result beyond the first order is a sum with of rows of v or k, or of q or dout,
+    (num_heads_q, total_q, total_k). Raises Refused."""
+    like: Any = question.out if of == "dout" else getattr(question, of)
+    (n, m), H = Places(question).j.shape, question.num_heads_q
+    found, width = np.zeros((H, n, m)), like.shape[2]
+    of_keys = of in ("v", "k")
+    heads, rows = ([None], m) if of_keys else ([*range(H)], n)
+    parts = [*itertools.product(heads, _blocks(rows, width))]
+    _allow(len(parts))
+    for head, block in parts:
+        units: Any = {of: _units(like, block, None if head is None else np.array([head]))}
+        _, asked = with_right(replace(question, **units))
+        x = _called(ask, asked)[name].swapaxes(0, 1)[..., : len(block)]
+        if head is None:
+            found[:, :, block] = x
+        else:
+            found[head, block] = x[head // question.group].T
+    return found / (question.scale if of in ("q", "k") else 1.0)
 
 
 def _blocks(count: int, width: int) -> Iterator[Array]:

@@ -24,6 +24,7 @@ MOST = 3  # of what rows have, in a sum
 SINK, MORE = "sink", "the larger of row_max and sink"
 ROUNDED = 8e-3  # off by less: sums or weights in 16 bits may be
 TELLING = 0.1  # noise of the logarithm of what is in a row sum, at most, where it tells something
+OF_ROWS = {"due": "", "beside": ", each beside its own row's maximum,"}
 KEYS: dict[str, Callable[[Places], Array]] = {  # that row sums may be over
     "the keys that must be seen": lambda places: places.rights,
     "all keys of the sequence": lambda places: places.own[None],
@@ -33,7 +34,7 @@ KEYS: dict[str, Callable[[Places], Array]] = {  # that row sums may be over
 class Rows:
     """Of ``places`` the scores S (num_heads_q, total_q, total_k), and of rows (num_heads_q,
     total_q) the logarithms of the sums of what is seen, with sinks (``due``) and without
-    (``bare``), and the largest score that is right, ``top``."""
+    (``bare``), and the largest score that is right, ``top``; ``beside``: due, less that."""
 
     def __init__(self, places: Places, S: Array, seen: Array, due: Array | None = None) -> None:
         self.places, self.S, sinks = places, S, places.question.sinks
@@ -43,6 +44,8 @@ class Rows:
         with_sinks = self.bare if self.sinks is None else np.logaddexp(self.bare, self.sinks)
         self.due = with_sinks if due is None else due
         self.top = np.where(places.rights, S, -np.inf).max(axis=-1, initial=-np.inf)
+        with np.errstate(invalid="ignore"):
+            self.beside = self.due - self.top
 
 
 class _Read(Rows):
@@ -115,7 +118,13 @@ def _say_form(said: Said, x: _Read, second: Callable[[], Weights] | None) -> Non
         said.say(f"the row sums have exp(0) of what is no key, {often}", "denominator")
     else:  # of a backward pass it may be the lse that was read
         name = "denominator" * (second is not None)
-        said.say("the row sums are wrong, by another number in every row", name)
+        text = "the row sums are wrong, by another number in every row"
+        size = x.places.question.dtype.itemsize
+        for of, beside in OF_ROWS.items():
+            held = np.where(x.known, x.total - x.top * bool(beside), np.nan)
+            if told := fields.other_rows(getattr(x, of), held, x.known, size):
+                text = f"the row sums{beside} are those of other rows: {told}"
+        said.say(text, name)
 
 
 @np.errstate(all="ignore")
@@ -177,10 +186,12 @@ def _forms(x: _Read, passed: bool) -> Iterator[Form]:
         mean = float(ratio.mean())
         text = f"the weights of a row sum to {fields.number(np.exp(-mean))}, not 1"
         yield text, "", lambda x: x.due + mean
-    total = np.where(x.known, x.total, np.nan)
-    if (other := map_of(x.places.question, [(x.due, ...)], total, x.noise)) is not None:
-        text = f"the row sums are those of other rows: {other[0].words}"
-        yield text, "statistics-misplaced", partial(_moved, other[0], "due")
+    for name, beside in OF_ROWS.items():
+        total = np.where(x.known, x.total - x.top * bool(beside), np.nan)
+        other = map_of(x.places.question, [(getattr(x, name), ...)], total, x.noise)
+        if other is not None:
+            text = f"the row sums{beside} are those of other rows: {other[0].words}"
+            yield text, "statistics-misplaced", partial(_moved, other[0], name)
     yield from _of_heads(x)
     yield from _with_more(x, mass)
     basis = {name: (of / x.noise)[x.known] for name, of in _parts(x).items()}
@@ -225,7 +236,8 @@ def _with_sink(sink: Logs, x: Rows) -> Array:
 
 
 def _moved(by: Map, name: str, x: Rows) -> Array:
-    return by.moved(geometry(x.places.question, "lse"), getattr(x, name))
+    found = by.moved(geometry(x.places.question, "lse"), getattr(x, name))
+    return np.asarray(found + x.top * bool(OF_ROWS.get(name)))
 
 
 def _of_keys(x: _Read) -> Iterator[Form]:

@@ -169,14 +169,17 @@ def _kinds(of: Table, head: int, row: int) -> dict[str, list[int]]:
         return {_other_row(of, head, row, columns): columns.tolist()}
     found, due = of.found[head, row, columns], of.due[head, row, columns]
     with np.errstate(divide="ignore", invalid="ignore"):
-        ratio = np.where(np.abs(due) > of.noise * np.abs(due).max(), found / due, np.nan)
+        size = np.abs(of.due[head][np.isfinite(of.due[head])]).max(initial=0.0)
+        ratio = np.where(np.abs(due) > of.noise * size, found / due, np.nan)
     kinds: dict[str, list[int]] = {}
     for n, column in enumerate(columns):
         alike = np.abs(ratio - ratio[n]) <= max(1e-3, of.noise) * abs(ratio[n])
         free = None if of.free is None else of.free[head, row, column]
         if free is not None and due[n] == 0 and abs(found[n] - free) <= of.noise * abs(free):
             kind = "is seen"
-        elif np.count_nonzero(found == found[n]) > 2 or found[n] == 0 or np.isnan(found[n]):
+        elif abs(found[n]) <= of.noise * abs(due[n]):
+            kind = "is 0"
+        elif np.count_nonzero(found == found[n]) > 2 or np.isnan(found[n]):
             kind = f"is {found[n]:.4g}"
         elif np.count_nonzero(alike) > 2 or abs(ratio[n] - np.round(ratio[n])) < of.noise:
             kind = f"is {ratio[alike].mean():.3g} times what is due"

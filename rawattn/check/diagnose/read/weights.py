@@ -14,7 +14,7 @@ from rawattn.check.diagnose.evidence.rules import Rule, Shown, mask_rule, rules_
 from rawattn.check.diagnose.evidence.structure import where
 from rawattn.check.diagnose.evidence.support import LESS, MORE, OTHER, Support, support_of
 from rawattn.check.diagnose.read.fields import Field, map_of, rows_of
-from rawattn.check.diagnose.read.moves import say_moves
+from rawattn.check.diagnose.read.moves import say_moves, say_rows
 from rawattn.check.diagnose.read.probe import Weights
 from rawattn.check.diagnose.read.said import COARSE, Said, of_lists
 from rawattn.check.diagnose.read.sums import say_passed, say_sums, say_values
@@ -54,6 +54,8 @@ def said_of(read: Weights, second: Callable[[], Weights], support: Support | Non
         _say_support(said, alive)
     if not said.unread:
         say_passed(said) if read.passed else say_sums(said, second)
+    if said.unread or not said.support.named or "neighbour-leak" in said.names:
+        say_rows(said)
     say_values(said)
     return said
 
