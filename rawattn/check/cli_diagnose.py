@@ -24,6 +24,7 @@ from rawattn.check.diagnose.harness import pairs
 from rawattn.check.diagnose.judge import meant
 from rawattn.check.diagnose.judge.diagnosis import diagnose, of_all, sizes_of
 from rawattn.check.diagnose.judge.failures import answers_of, question_of, reference_answers, small
+from rawattn.check.diagnose.judge.least import of_shortest
 from rawattn.check.diagnose.judge.proofs import of_past, of_sinks
 from rawattn.check.diagnose.logs.explain import explain_log
 from rawattn.check.diagnose.read.packed import packed, read_packed
@@ -302,6 +303,7 @@ def _of_side(name: str, saved: Saved, question: Question, identify: int) -> Diag
             title = f"{parting.step} is wrong, and no result shows it"
             said = title, parting.step, "medium", (parting.text,), structure.MADE[parting.step]
             found.append(Finding(name, "unknown", *said))
+    found[:1] = [of_shortest(question, saved.answers, f) for f in found[:1]]
     return replace(diagnosis, findings=tuple(found), facts=facts)
 
 

@@ -120,7 +120,8 @@ def _at_all_keys(question: Question, view: View) -> View:
 
 def _more_keys(after: int = 0, before: int = 0, tile: int = 1, of: str = "memory") -> See:
     """So many more, what lies there in ``memory``, and past the end of that nothing, or, as by TMA,
-    zeros (memory or zeros); rows of ``zeros``; the last one again and again (last). ``tile``: after
+    zeros (memory or zeros); rows of ``zeros``; the last one again and again (last); what is its
+    ``own``. ``tile``: after
     the last one up to a whole tile; ``after`` of -1: up to the longest sequence."""
 
     def longer(question: Question, view: View) -> View:
@@ -128,7 +129,8 @@ def _more_keys(after: int = 0, before: int = 0, tile: int = 1, of: str = "memory
         more = max(question.lengths_k) - length if after < 0 else after + -length % tile
         keys = np.arange(start - before, start + length + more)
         keys = np.minimum(keys, start + length - 1) if of == "last" else keys
-        there = (keys >= 0) & (keys < (start + length if of == "zeros" else len(question.k)))
+        ends = {"zeros": start + length, "own": question.cu_seqlens_k[view.sequence + 1]}
+        there = (keys >= 0) & (keys < ends.get(of, len(question.k)))
         keys = np.where(there, keys, -1) if "zeros" in of else keys[there]
         return Window(*bounds(question)).of(question, replace(view, keys=keys))
 
@@ -149,6 +151,7 @@ def neighbours(question: Question) -> Iterator[Bug]:
         for text, after, before in ends:
             yield Bug(name, f"one key {text}", FIRST, _more_keys(after, before))
         ways = {"memory": "", "memory or zeros": ", zeros past the end of all"}
+        ways |= {} if question.seqused_k is None else {"own": ", none of another sequence's keys"}
         for (of, words), tile in product(ways.items(), TILES):
             text, see = f"tile of {tile}{words}", _more_keys(tile=tile, of=of)
             yield Bug(name, text, FIRST, see)

@@ -39,7 +39,7 @@ SECONDS = 9.0  # of an idle machine, after which no further problem is begun
 AGREEING, SETTLED, DEAR = 4, 200.0, 2000.0  # kinds of cases; effort after which 2, 1 are enough
 SURE, COARSE = ("high", "medium"), "narrow-intermediate"
 # lengths of what is asked once more
-FURTHER = ((21, 3, 48, 0, 38), (70, 9, 32), (5, 18, 2, 27, 14, 7, 11, 23, 64))
+FURTHER = ((21, 3, 48, 0, 38), (70, 9, 32), (5, 19, 2, 27, 13, 40, 11, 23, 64))
 UNUSED: dict[str, Any] = {"seqused_k": None, "sinks": False, "softcap": None, "causal": False}
 UNUSED |= {"window": (-1, -1), "own": False, "gate": False, "counts": False}
 REFUTED = "it does not give the numbers of other problems"
@@ -148,7 +148,7 @@ def _lacking(candidate: Candidate, f: Finding, case: Case) -> Iterator[str]:
         of_mask = f.bug in OF_MASKS and name in ("causal", "window")
         about = of_mask or name.partition("_")[0] in f.bug
         there = getattr(case, name, unused) != unused and not about
-        if there and not _holds(candidate, f, replace(case, **{name: unused}), FURTHER[0]):
+        if there and not _holds(candidate, f, replace(case, **{name: unused}), FURTHER[-1]):
             yield f"without {name}"
 
 

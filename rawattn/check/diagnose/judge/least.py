@@ -13,8 +13,16 @@ import numpy as np
 from rawattn.check.candidate import Candidate
 from rawattn.check.cases import Case, in_use
 from rawattn.check.diagnose.engine.attention import FIRST, solve
-from rawattn.check.diagnose.engine.question import STAGES, Answers, Question, by_rows, side_of
-from rawattn.check.diagnose.judge.diagnosis import sizes_of
+from rawattn.check.diagnose.engine.question import (
+    STAGES,
+    Answers,
+    Question,
+    by_rows,
+    part,
+    side_of,
+)
+from rawattn.check.diagnose.findings import Finding
+from rawattn.check.diagnose.judge.diagnosis import costs_of, sizes_of
 from rawattn.check.diagnose.read import probe
 from rawattn.check.diagnose.read.name import BEYOND, READERS, ask_branch
 from rawattn.check.diagnose.read.probe import OF_DERIVATIVES, Ask, Refused
@@ -24,6 +32,7 @@ from rawattn.check.expected import Target, expect
 from rawattn.check.second import expect_second
 
 Lengths = tuple[tuple[int, ...], tuple[int, ...]]  # of q and of k
+PAIRS = 200_000  # of all heads, of a sequence that is told
 SIZES = (1, 2, 3, 4, 5, 8, 9, 12, 16, 17, 20, 24, 32, 33, 40, 48, 49, 64, 65, 80, 96, 97, 128, 129)
 FEW = (1, 2, 4, 9, 17, 33, 65)
 READ: dict[str, Callable[..., Any]] = {of: reader for of, (reader, _) in READERS.items()} | BEYOND
@@ -115,18 +124,39 @@ def _fields(asker: Asker, case: Case, question: Question) -> Iterator[Table]:
             read = READ[stage](function, of)
             yield from (replace(one, name=name + one.name) for one in tables_of(read))
     found, targets = asker.results(case)
-    for name in STAGES[stage]:
-        if name in found and name in targets:
-            target = targets[name]
-            if name in TANGENTS and target.judge(found[name]).verdict == "FAIL":
-                with suppress(Refused):
-                    yield _entries(asker, question, name)
-            x, y = (by_rows(name, a).swapaxes(0, 1) for a in (found[name], target.reference))
-            size = float(np.abs(y[np.isfinite(y)]).mean()) or 1.0
-            noise = max(2 * target.allowance() / size, 1e-6)
-            wide = "slot" if name.endswith("block_scale") else "column"
-            of_rows = Table(name, x, y, side_of(name), ROW if x.shape[2] == 1 else wide, noise)
-            yield _summed(of_rows, question, MOVED.get(stage, "")) or of_rows
+    for name in (name for name in STAGES[stage] if name in found and name in targets):
+        target = targets[name]
+        if name in TANGENTS and target.judge(found[name]).verdict == "FAIL":
+            with suppress(Refused):
+                yield _entries(asker, question, name)
+        yield _of_rows(name, found[name], target.reference, question, target.allowance())
+
+
+def of_shortest(question: Question, answers: Answers, f: Finding) -> Finding:
+    """A finding that is not sure, of arrays alone, with what is wrong in the shortest sequence."""
+    costs, off = costs_of(question), 2 * probe.NOISE[question.dtype.name]
+    if f.sure or f.least:
+        return f
+    for b, stage in product(sorted(range(question.batch), key=costs.__getitem__), f.stages):
+        here, found = part(question, answers, b, b + 1)
+        given = None if stage in ("forward", "jvp") else here.given_to_backward(found)
+        due = solve(here, stage, given=given) if costs[b] < PAIRS else {}
+        for name in (name for name in due if name in found):
+            size = float(np.abs(due[name]).max(initial=0.0))
+            if text := told(_of_rows(name, found[name], due[name], here, off * size), here):
+                return replace(f, least=f"sequence {b} alone, {sizes_of(here)}: {text}")
+    return f
+
+
+def _of_rows(name: str, found: Any, due: Any, question: Question, off: float) -> Table:
+    """A result by rows, as sums of rows of the inputs where it can be told."""
+    x, y = (by_rows(name, a).swapaxes(0, 1) for a in (found, due))
+    size = float(np.abs(y[np.isfinite(y)]).mean()) or 1.0
+    wide = "slot" if name.endswith("block_scale") else "column"
+    columns = ROW if x.shape[2] == 1 else wide
+    of_rows = Table(name, x, y, side_of(name), columns, max(2 * off / size, 1e-6))
+    moved = next((MOVED[of] for of in MOVED if name in STAGES[of]), "")
+    return _summed(of_rows, question, moved) or of_rows
 
 
 def _entries(asker: Asker, question: Question, name: str) -> Table:
@@ -147,7 +177,7 @@ def _summed(of: Table, q: Question, moved: str) -> Table | None:
     of_v = of.name in OF_VALUES
     kinds = [n for n in given if given[n] is not None and (n[-1] == "v" or n == "dout") == of_v]
     count = sum(len(given[n]) * max(1, given[n].shape[1] // heads) for n in kinds)
-    if of.columns != "column" or count > width // 2 or not np.isfinite(of.found).all():
+    if of.columns != "column" or count > 3 * width // 4 or not np.isfinite(of.found).all():
         return None
     found = []
     for head in range(heads):

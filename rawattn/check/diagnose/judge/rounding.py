@@ -69,7 +69,7 @@ def of_right(verdict: StageVerdict, side: str, *, zeros: bool) -> list[Finding]:
     if form and not narrow and (left < EXACT or not operand):
         sure = "medium" if operand or "TF32" in form else "high"
         return [finding(side, "narrow-intermediate", where, sure, (told, said), form=form)]
-    like = f"as if computed in {verdict.precision}"
+    like = form if left < EXACT else f"as if computed in {verdict.precision}"
     fine = [name for name in good(verdict.work.right_at(verdict.work.finest)) if not narrow]
     if of_64 or fine:  # what is coarse in some products alone, nobody has asked for
         like += f", but {', '.join(fine)} as in {finest}" * bool(fine)
@@ -208,6 +208,12 @@ def _kept_in(r: Rounded, stage: str) -> Iterator[tuple[str, dict[str, Step]]]:
         return {step: lambda c: r(STEPS[step](c))}
 
     yield "S", after("Y")
+
+    def scaled(by: float, c: Context) -> Floats:
+        return r(by * c.s * c.Q) / (by * c.s)
+
+    for words, by in (("softmax_scale", 1.0), ("softmax_scale log2(e)", LOG2_E)):
+        yield f"Q times {words}, before Q K^T,", {"Y": with_values("Y", Q=partial(scaled, by))}
     if stage == "forward":
         yield "P", {"O": lambda c: STEPS["O"](changed(c, P=r(c.P)))}
         yield "the row sum", {"O": over_narrow}

@@ -134,6 +134,8 @@ def evidence_of(said: Said) -> tuple[str, ...]:
 def _with(finding: Finding, said: Said) -> Finding:
     """A finding with what was read, which gives it its title where it says more."""
     told = finding.bug == "unknown" and said.name not in ("", "unknown") and not said.unread
+    if "as if computed" in finding.title and said.wrong:
+        return replace(finding, title=said.wrong[0])
     own, first = finding.evidence, 0 if told else 2
     evidence = dict.fromkeys((*own[:first], *evidence_of(said), *own[first:]))
     finding = replace(finding, evidence=tuple(evidence))

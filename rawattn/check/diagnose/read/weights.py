@@ -3,16 +3,19 @@
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
+from itertools import product
 
 import numpy as np
 
 from rawattn.check.diagnose.catalogue import inputs, maps
 from rawattn.check.diagnose.catalogue.masks import unmasked, windows
 from rawattn.check.diagnose.engine.attention import STEPS, TILES, Context, changed
+from rawattn.check.diagnose.engine.steps import LOG2_E
 from rawattn.check.diagnose.evidence.places import Array, Places, log_sum
 from rawattn.check.diagnose.evidence.rules import Rule, Shown, mask_rule, rules_of
 from rawattn.check.diagnose.evidence.structure import where
 from rawattn.check.diagnose.evidence.support import LESS, MORE, OTHER, Support, support_of
+from rawattn.check.diagnose.read import fields
 from rawattn.check.diagnose.read.fields import Field, map_of, rows_of
 from rawattn.check.diagnose.read.moves import say_moves, say_rows
 from rawattn.check.diagnose.read.probe import Weights
@@ -22,6 +25,13 @@ from rawattn.check.diagnose.read.terms import Term, adding, context_of, term_of
 
 BACKWARD_ONLY = "mask-missing-in-backward"
 TAILS = ("j - seqlen_k // ", "i - seqlen_q // ")  # places behind the last whole tile
+OF_EXP: dict[str, Callable[[Array, Array], Array]] = {  # by S, and S less the row's maximum
+    "the fraction of (S - row_max) log2(e)": lambda S, below: below * LOG2_E % 1,
+    "S - row_max": lambda S, below: below,
+    "the fraction of S log2(e)": lambda S, below: S * LOG2_E % 1,
+    "S": lambda S, below: S,
+}
+MANY, SMOOTH = 60, 0.05  # weights; how little neighbours differ, in units of what any two do
 LAST = ("(seqlen_k - 1) // ", "(seqlen_q - 1) // ")  # those of the last tile
 
 
@@ -93,10 +103,30 @@ def _say_scores(said: Said, x: Field, second: Callable[[], Weights]) -> None:
         said.term = term_of(x, c, many=True)
     if said.term is not None:
         said.say_term(said.term)
+    elif text := _of_exp(read, x.there):
+        said.say(text, "narrow-intermediate")
+        said.unread.append("by which approximation")
     elif x.left(np.zeros_like(c.S)) * x.noise < COARSE:
         said.right.append("scores and softmax_scale, roughly")
     elif not say_moves(said, second):
         said.unread.append("the weights of keys that must be seen are other numbers")
+
+
+def _of_exp(read: Weights, there: Array) -> str:
+    """Whether weights are off by a smooth function of their scores, in words; "" if not."""
+    S = np.where(there, read.right.S, -np.inf)
+    top = S.max(axis=-1, keepdims=True)
+    off = np.where(there, read.logs - read.right.S, 0.0)
+    off -= np.take_along_axis(off, S.argmax(axis=-1)[..., None], axis=-1)
+    with np.errstate(invalid="ignore"):
+        below = np.where(np.isfinite(top), S - top, -np.inf)
+    for keys, (words, at) in product((1 << 30, 16), OF_EXP.items()):
+        some = there & (below < 0) & (there.sum(axis=-1, keepdims=True) <= keys)
+        e = off[some][np.argsort(at(S[some], below[some]), kind="stable")]
+        if e.size > MANY and np.mean(np.diff(e) ** 2) < SMOOTH * 2 * e.var():
+            most = fields.number(float(np.abs(np.expm1(e)).max()))
+            return f"exp is not exact: off by up to {most} of it, which hangs on {words} alone"
+    return ""
 
 
 def _pairs(said: Said, read: Weights) -> tuple[Places, Array, Array]:
