@@ -210,7 +210,7 @@ def _kept_in(r: Rounded, stage: str) -> Iterator[tuple[str, dict[str, Step]]]:
     yield "S", after("Y")
 
     def scaled(by: float, c: Context) -> Floats:
-        return r(by * c.s * c.Q) / (by * c.s)
+        return np.asarray(r(by * c.s * c.Q) / (by * c.s))
 
     for words, by in (("softmax_scale", 1.0), ("softmax_scale log2(e)", LOG2_E)):
         yield f"Q times {words}, before Q K^T,", {"Y": with_values("Y", Q=partial(scaled, by))}

@@ -170,8 +170,8 @@ def map_of(
 
 
 def other_rows(due: Array, held: Array, known: Array, itemsize: int) -> str:
-    """Of which other rows numbers (heads, tokens) are, where those that are known, but for a FEW,
-    are the right one of some row, or 0; empty where they are not, or all are their own."""
+    """Of which other rows numbers (heads, tokens) are, where those that are known and not their
+    own, nor 0, are the right one of some row, but for a FEW; empty where they are not."""
     near, there = NEAR.get(itemsize, np.inf), np.isfinite(due)
     order = np.argsort(due[there])
     values, at = due[there][order], np.argwhere(there)[order]
@@ -179,9 +179,9 @@ def other_rows(due: Array, held: Array, known: Array, itemsize: int) -> str:
     if not len(values) or 2 * near * len(values) > CHANCE * float(np.ptp(values)):
         return ""
     same, none = np.abs(values[n] - held) <= near, np.abs(held) <= near
-    moved = np.argwhere(known & same & (np.abs(held - due) > near) & ~none)
-    most = (same | none)[known].mean() > 1 - FEW
-    pairs = [(h, t, *at[n[h, t]]) for h, t in moved[:3]] if most else []
+    moved = known & (np.abs(held - due) > near) & ~none
+    few = (moved & ~same).sum() < FEW * moved.sum()
+    pairs = [(h, t, *at[n[h, t]]) for h, t in np.argwhere(moved & same)[:3]] if few else []
     return ", ".join(f"token {t} of head {h} that of token {s} of head {g}" for h, t, g, s in pairs)
 
 

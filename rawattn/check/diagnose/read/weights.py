@@ -109,7 +109,11 @@ def _say_scores(said: Said, x: Field, second: Callable[[], Weights]) -> None:
     elif x.left(np.zeros_like(c.S)) * x.noise < COARSE:
         said.right.append("scores and softmax_scale, roughly")
     elif not say_moves(said, second):
-        said.unread.append("the weights of keys that must be seen are other numbers")
+        name, of = ("dv", "dout") if read.passed else ("out", "v")
+        text = "the weights of keys that must be seen are other numbers"
+        if (np.nan_to_num(read.P) < -8 * read.noise).any():
+            text = f"{name} is no sum of its sequence's {of}: rows of other sequences are in it"
+        said.unread.append(text)
 
 
 def _of_exp(read: Weights, there: Array) -> str:
