@@ -48,8 +48,8 @@ class Span(NamedTuple):
 
     @property
     def numbers(self) -> frozenset[int]:
-        """Those but 0 that it is said with, also of its feature: chance needs more of them."""
-        return frozenset(map(int, NUMBERS.findall(str(self)))) - {0}
+        """Those but 0, 1 that it is said with, also of its feature: chance needs more of them."""
+        return frozenset(map(int, NUMBERS.findall(str(self)))) - {0, 1}
 
     def __str__(self) -> str:
         if self.low == self.high:
