@@ -37,7 +37,7 @@ READERS: dict[str, tuple[Callable[..., Any], Callable[..., Said]]] = {
 }
 TELLING = {"forward": "out", "backward": "dv"}  # of who sees whom, on any problem
 FURTHER = 5  # lengths of that problem
-SHORT = (2, 5, 16, 7, 32, 3, 11)  # lengths that tell what a tile is from what it is by chance
+SHORT = (2, 5, 16, 7, 64, 3, 11)  # lengths that tell what a tile is from what it is by chance
 NEAR = {2: 2e-2, 4: 5e-3, 8: 1e-5}  # of a row, by the bytes of the inputs
 Known = tuple[Question, Answers] | None
 PASSES = {"forward": "forward pass", "backward": "backward pass", "sliding": "sliding branch"}
