@@ -38,8 +38,9 @@ FEW = (1, 2, 4, 9, 17, 33, 65)
 READ: dict[str, Callable[..., Any]] = {of: reader for of, (reader, _) in READERS.items()} | BEYOND
 MOVED = {"second": "dd", "jvp": "t"}  # what directions are called
 # of what each is linear in, and of which unit vectors tell it
-TANGENTS = {"tout": ("v", "P o (E - e)"), "ddout": ("v", "P o (E - e)"), "gq": ("k", "tdS")}
-TANGENTS |= {"gk": ("q", "tdS"), "gv": ("dout", "tP")}
+LINEAR = {"tout": ("v", "P o (E - e)"), "ddout": ("v", "P o (E - e)"), "gq": ("k", "tdS")}
+LINEAR |= {"gk": ("q", "tdS"), "gv": ("dout", "tP")}
+LINEAR |= {"dq": ("k", "dS"), "dk": ("q", "dS"), "dv": ("dout", "P")}  # that READ may refuse
 OF_VALUES = ("out", "sliding out", "dv", "gv", "ddout", "jvp out", "tout")  # as wide as v
 
 
@@ -126,7 +127,7 @@ def _fields(asker: Asker, case: Case, question: Question) -> Iterator[Table]:
     found, targets = asker.results(case)
     for name in (name for name in STAGES[stage] if name in found and name in targets):
         target = targets[name]
-        if name in TANGENTS and target.judge(found[name]).verdict == "FAIL":
+        if name in LINEAR and target.judge(found[name]).verdict == "FAIL":
             with suppress(Refused):
                 yield _entries(asker, question, name)
         yield _of_rows(name, found[name], target.reference, question, target.allowance())
@@ -160,10 +161,11 @@ def _of_rows(name: str, found: Any, due: Any, question: Question, off: float) ->
 
 
 def _entries(asker: Asker, question: Question, name: str) -> Table:
-    """The intermediate that a result beyond the first order is linear in, entry by entry."""
-    of, called = TANGENTS[name]
-    still = {f"t{of}": np.zeros_like(getattr(question, of))} if of != "dout" else {}
-    read = partial(probe.read_tangents, name=name, of=of, question=replace(question, **still))
+    """The intermediate that a result is linear in, entry by entry."""
+    of, called = LINEAR[name]
+    moved = f"t{of}" if getattr(question, f"t{of}", None) is not None else ""
+    still = {moved: np.zeros_like(getattr(question, of))} if moved else {}
+    read = partial(probe.read_entries, name=name, of=of, question=replace(question, **still))
     found, due = read(asker.ask), read(partial(solve, stage=asker.stage))
     noise = OFF * probe.NOISE[question.dtype.name]
     return Table(f"{called} of {name}", found, due, "q", "j", noise)

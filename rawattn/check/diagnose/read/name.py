@@ -154,7 +154,10 @@ def _with(finding: Finding, said: Said) -> Finding:
         return finding
     if finding.bug == "unknown" and said.bug and finding.confidence in ("high", "medium"):
         finding = replace(finding, look_at=LOOK_AT[said.stage])
-    return replace(finding, title=said.wrong[0])
+    text = said.wrong[0]
+    if said.unread and not said.unread[0].startswith("by "):  # it is not all
+        text = f"{PASSES[said.stage]}: {said.unread[0]}; besides, {text}"
+    return replace(finding, title=text)
 
 
 def read(

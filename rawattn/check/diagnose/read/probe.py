@@ -244,9 +244,9 @@ def read_backward(ask: Ask, question: Question) -> Backward:
     return Backward(Weights(passed, P, lse, None, calls), {"dq": of_q, "dk": of_k})
 
 
-def read_tangents(ask: Ask, question: Question, name: str, of: str) -> Array:
-    """What a result beyond the first order is a sum with of rows of v or k, or of q or dout,
-    (num_heads_q, total_q, total_k). Raises Refused."""
+def read_entries(ask: Ask, question: Question, name: str, of: str) -> Array:
+    """With what a result is a sum of rows of v or k, or of q or dout, (num_heads_q, total_q,
+    total_k), of each query head alone. Raises Refused."""
     like: Any = question.out if of == "dout" else getattr(question, of)
     (n, m), H = Places(question).j.shape, question.num_heads_q
     found, width = np.zeros((H, n, m)), like.shape[2]
