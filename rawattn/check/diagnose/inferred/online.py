@@ -66,7 +66,7 @@ def _rescaled(stage: str, c: Context, found: dict[str, Floats]) -> Iterator[Bug]
         every = partial_sums.ways(c.question).items()
         ways = ((x, way, partial_sums.totals(parts, way)) for x, way in every)
         for (words, way, others), moved in product(ways, SUMS[stage]):
-            of = partial_sums.divided(parts, sums | {name: others[name] for name in moved})
+            of = partial_sums.divided(parts.top, sums | {name: others[name] for name in moved})
             alike = at, *(np.round(getattr(of, name), 8).tobytes() for name in found)
             if alike in seen:  # of two tiles most ways do the same
                 continue
