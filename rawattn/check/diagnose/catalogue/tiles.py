@@ -61,8 +61,7 @@ def _starts(keys: Keys, view: View) -> np.ndarray:
 
 
 def _twice_at_edges(keys: Keys, question: Question, view: View) -> View:
-    there = np.diff(_starts(keys, view), prepend=0) > 0
-    return replace(view, weight=view.weight * np.where(there, 2.0, 1.0))
+    return replace(view, weight=view.weight * (1 + (np.diff(_starts(keys, view), prepend=0) > 0)))
 
 
 def _until_masked(tile: int, rows: int, question: Question, view: View) -> View:

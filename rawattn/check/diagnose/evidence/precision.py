@@ -26,11 +26,8 @@ class Precision(NamedTuple):
 
 
 def to_dtype(dtype: type) -> Callable[[Floats], Floats]:
-    def r(x: Floats) -> Floats:
-        with np.errstate(all="ignore"):
-            return np.asarray(x).astype(dtype).astype(np.float64)
-
-    return r
+    quietly = np.errstate(all="ignore")
+    return quietly(lambda x: np.asarray(x).astype(dtype).astype(np.float64))
 
 
 def to_tf32(x: Floats, half: int = 0x1000) -> Floats:

@@ -72,11 +72,6 @@ def _is_own(x: Lists) -> Ints:
     return np.asarray((x.named == x.own_block) & x.question.causal)
 
 
-def _in_32_bits(x: Lists) -> Ints:
-    """Blocks by their first key, as an integer of so many bits."""
-    return np.asarray(((x.named * x.size + 2**31) % 2**32 - 2**31) // x.size)
-
-
 def _union(size: int, x: Lists) -> Lists:
     """With the blocks of all of a tile of queries of its sequence."""
     token = np.arange(len(x.named))
@@ -94,6 +89,8 @@ def _union(size: int, x: Lists) -> Lists:
 MISSING, TWICE, CUT = "sparse-own-block-missing", "sparse-duplicate-twice", "sparse-list-cut"
 READ, OPEN, COUNTS = "sparse-padding-read", "sparse-not-causal", "sparse-counts-ignored"
 MISREAD, PLACE, UNION = "sparse-lists-misread", "sparse-other-place", "sparse-tile-union"
+IN_32_BITS = where(named=lambda x: (x.named * x.size).astype(np.int32) // x.size)  # by first keys
+NO_PADDING = _only(lambda x: np.cumsum(x.is_block, axis=2) <= x.limit)
 TABLE: tuple[Row, ...] = (
     (OPEN, "everywhere", _uncut(lambda slot, own: slot)),
     (OPEN, "in the own block", _uncut(lambda slot, own: own)),
@@ -108,7 +105,7 @@ TABLE: tuple[Row, ...] = (
     (READ, "if negative from the end", where(named=lambda x: x.named + x.blocks * (x.named < 0))),
     (READ, "past the end as the last block", where(named=lambda x: np.fmin(x.named, x.blocks - 1))),
     (READ, "if negative as the first block", where(named=lambda x: np.maximum(x.named, 0))),
-    (READ, "by block * block_size in 32 bits", where(named=_in_32_bits)),
+    (READ, "by block * block_size in 32 bits", IN_32_BITS),
     (MISREAD, "block_indices: block n - 1", where(named=lambda x: x.named - 1)),
     (CUT, "a last block that is not full", _only(lambda x: x.counted & (x.named < x.whole))),
     (CUT, "without the last one", _only(lambda x: x.counted & (x.slots < x.slots[-1:]))),
@@ -116,11 +113,7 @@ TABLE: tuple[Row, ...] = (
     (COUNTS, "", _only(lambda x: x.named >= 0)),
     (COUNTS, "at least one slot", _only(lambda x: x.slots < np.maximum(x.limit, 1))),
     (COUNTS, "one slot too many", _only(lambda x: x.slots < x.limit + 1)),
-    (
-        COUNTS,
-        "so many slots that name blocks count, padding apart",
-        _only(lambda x: np.cumsum(x.is_block, axis=2) <= x.limit),
-    ),
+    (COUNTS, "so many slots that name blocks count, padding apart", NO_PADDING),
     (CUT, "at the first -1", _ending(lambda x: x.named < 0)),
     (CUT, "at the first that is no block of the sequence", _ending(lambda x: ~x.is_block)),
     (CUT, "blocks behind the own", _only(lambda x: x.counted & (x.named <= x.own_block))),
