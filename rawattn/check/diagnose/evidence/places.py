@@ -6,6 +6,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cached_property, lru_cache, partial
 from itertools import islice, product
+from typing import Any
 
 import numpy as np
 
@@ -123,41 +124,32 @@ class Places:
     def features(self) -> dict[str, Callable[[], Array]]:
         """All features, the plainest first."""
         i, j, p, n, m = self.i, self.j, self.p, self.n, self.m
-        lengths, sequence = self.question.lengths_k, self.question.sequence_of("k")[None]
-        key, query = np.arange(j.shape[1])[None], self.query
+        sequence, query = self.question.sequence_of("k")[None], self.query
+        key = np.arange(j.shape[1])[None]
         of = "i" if self.aligned else "p"
-        found: dict[str, Callable[[], Array]] = {
-            f"j - {of}": lambda: j - p,
-            "j": lambda: j,
-            "seqlen_k - 1 - j": lambda: m - 1 - j,
-            "i": lambda: i,
-            "seqlen_q - 1 - i": lambda: n - 1 - i,
-        }
+        said = [f"j - {of}", "j", "seqlen_k - 1 - j", "i", "seqlen_q - 1 - i"]
         if not self.aligned:
-            found |= {"j - i": lambda: j - i, "p": lambda: p}
-            found["j - i + (seqlen_k - seqlen_q)"] = lambda: j - i + m - n
-            found |= {"j - seqlen_q": lambda: j - n, "i - seqlen_k": lambda: i - m}
-            longest = max(self.question.lengths_q)
             difference = "(the longest seqlen_k - the longest seqlen_q)"
-            of_longest = {"j - the longest seqlen_q": lambda: j - longest}
-            of_longest[f"j - i - {difference}"] = lambda: j - i - max(lengths) + longest
-            found = of_longest | found
-        found |= {
-            "seqlen_k": lambda: m,
-            "seqlen_q": lambda: n,
-            "the sequence": lambda: self.b,
-            "the key's sequence - the query's": lambda: sequence - self.b,
-        }
+            said = ["j - the longest seqlen_q", f"j - i - {difference}", *said, "j - i", "p"]
+            said += ["j - i + (seqlen_k - seqlen_q)", "j - seqlen_q", "i - seqlen_k"]
+        found = self._computed(*said, "seqlen_k", "seqlen_q")
+        found["the sequence"] = lambda: self.b
+        found["the key's sequence - the query's"] = lambda: sequence - self.b
         for t in TILES:
-            found |= self._of_tiles(t, of)
-        found |= {
-            "the row of the query in q": lambda: query,
-            "j - the longest seqlen_k": lambda: j - max(lengths),
-            "the row in k - the query's first row in q": lambda: key - (query - i),
-            f"the row in k - the query's first row in q - {of}": lambda: key - (query - i) - p,
-        }
+            found |= self._computed(f"j // {t} - {of} // {t}")
+            found |= of_tiles("j", j, "seqlen_k", m, t) | of_tiles("i", i, "seqlen_q", n, t)
+            found |= self._computed(f"(j - {of}) % {t}", f"(j - {of} // {t} * {t})")
+            behind = partial(lambda t: j - p + i - EDGES["last"](i, t, n), t)
+            found[f"(j - {of} of the last row of its tile of {t})"] = behind
+            found |= self._computed(f"(j // {t} * {t} - {of})")
+        found["the row of the query in q"] = lambda: query
+        found |= self._computed("j - the longest seqlen_k")
+        row = "the row in k - the query's first row in q"
+        found |= {row: lambda: key - query + i, f"{row} - {of}": lambda: key - query + i - p}
         for parts in SPLITS:
-            found |= self._of_parts(parts)
+            size, whole = f"ceil(seqlen_k / {parts})", f"j - seqlen_k // {parts} * {parts}"
+            found |= self._computed(f"j // {size}", f"j % {size}", whole)
+            found |= self._computed(f"i // ceil(seqlen_q / {parts})")
         if self.question.sparse:
             found = self._of_lists() | found | self._of_inverted()
         if self.question.group > 1:
@@ -192,26 +184,19 @@ class Places:
                 whole = f", in whole tiles of {t}" * (t > 1)
                 found[f"{name} of {words}{whole}"] = partial(np.subtract, x, -(-stop // t) * t)
         for parts, t in product(SPLITS, LOOPS):
-            size = np.maximum(-(-self.m // (t * parts)), 1)
-            part = partial(np.floor_divide, self.j, size * t)
-            found[f"j // {t} // ceil(seqlen_k / {parts * t})"] = part
             each = f"ceil(seqlen_k / {t}) // {parts}"
-            for least, count in enumerate((each, f"max(1, {each})")):
-                whole = np.maximum(-(-self.m // t) // parts, least) * parts
-                found[f"j // {t} - {count} * {parts}"] = partial(np.subtract, self.j // t, whole)
+            counts = [f"j // {t} - {count} * {parts}" for count in (each, f"max(1, {each})")]
+            found |= self._computed(f"j // {t} // ceil(seqlen_k / {parts * t})", *counts)
         return found
 
-    def _of_tiles(self, t: int, of: str) -> dict[str, Callable[[], Array]]:
-        i, j, p, n, m, last = self.i, self.j, self.p, self.n, self.m, EDGES["last"]
-        return {
-            f"j // {t} - {of} // {t}": lambda: j // t - p // t,
-            **of_tiles("j", j, "seqlen_k", m, t),
-            **of_tiles("i", i, "seqlen_q", n, t),
-            f"(j - {of}) % {t}": lambda: (j - p) % t,
-            f"(j - {of} // {t} * {t})": lambda: j - p // t * t,
-            f"(j - {of} of the last row of its tile of {t})": lambda: j - p + i - last(i, t, n),
-            f"(j // {t} * {t} - {of})": lambda: j // t * t - p,
-        }
+    def _computed(self, *names: str) -> dict[str, Callable[[], Array]]:
+        """Features whose names are formulas of indices and lengths; no part of a sequence is of no
+        keys."""
+        sizes = {"seqlen_q": self.question.lengths_q, "seqlen_k": self.question.lengths_k}
+        known: dict[str, Any] = {f"longest_{x}": max(of, default=0) for x, of in sizes.items()}
+        known |= {"i": self.i, "j": self.j, "p": self.p, "seqlen_q": self.n, "seqlen_k": self.m}
+        known |= {"max": np.maximum, "ceil": lambda x: np.maximum(np.ceil(x), 1).astype(int)}
+        return {n: partial(eval, n.replace("the longest ", "longest_"), known) for n in names}
 
     def _of_heads(self, h: int) -> dict[str, Callable[[], Array]]:
         """What hangs on the query head h: rows packed with those of the other heads of a group."""
@@ -234,16 +219,6 @@ class Places:
         """Features by which all heads may be told at once: those of heads, and plain ones."""
         of_tiles = [name for name in self.features if BY_TILES.fullmatch(name)]
         return [*self._of_heads(0), *islice(self.features, BASIC), *of_tiles]
-
-    def _of_parts(self, parts: int) -> dict[str, Callable[[], Array]]:
-        """Of a sequence's keys in so many equal parts, the last one shorter, or what is left."""
-        j, m, size = self.j, self.m, np.maximum(-(-self.m // parts), 1)
-        return {
-            f"j // ceil(seqlen_k / {parts})": lambda: j // size,
-            f"j % ceil(seqlen_k / {parts})": lambda: j % size,
-            f"j - seqlen_k // {parts} * {parts}": lambda: j - m // parts * parts,
-            f"i // ceil(seqlen_q / {parts})": lambda: self.i // np.maximum(-(-self.n // parts), 1),
-        }
 
     def _of_lists(self) -> dict[str, Callable[[], Array]]:
         lists, j, size = lists_of(self.question), self.j, self.question.block_size
