@@ -46,8 +46,7 @@ def bugs(question: Question) -> Iterator[Bug]:
         L: Step = lambda c: np.where(np.isneginf(c.L), np.log(c.S.shape[2]), c.L)  # noqa: E731
         # scores of -1e30, say, for all keys of a row: equal, and so is their softmax
         S: Step = lambda c: np.where((c.W > 0).any(axis=2, keepdims=True), STEPS["S"](c), 0.0)  # noqa: E731
-        steps = {"S": S, "bP": with_values("bP", L=L)}
-        yield Bug("dead-rows", "mean of v", FIRST, steps=steps)
+        yield Bug("dead-rows", "mean of v", FIRST, steps={"S": S, "bP": with_values("bP", L=L)})
 
 
 def _of_options(question: Question) -> Iterator[Bug]:

@@ -328,8 +328,7 @@ def packed(question: Question) -> Iterator[Map]:
 
 def _packed(of: Packed, tile: int, g: Geometry) -> At:
     first, h = g.row.i // tile * tile, g.everywhere.h % g.group
-    count = np.clip(g.row.n - first, 1, tile)
-    i, head = of(g.row.i - first, h, count, g.group)
+    i, head = of(g.row.i - first, h, np.clip(g.row.n - first, 1, tile), g.group)
     return g.everywhere._replace(t=g.row.start + first + i, h=g.everywhere.h - h + head)
 
 

@@ -83,8 +83,7 @@ def _from_start(keys: Keys, question: Question, view: View) -> View:
 def _often(part: Part, tile: int, factor: float, question: Question, view: View) -> View:
     n, m = len(view.rows), len(view.keys)
     i, j = np.ogrid[:n, :m]
-    there = part(i, j, n, m, tile)
-    return replace(view, weight=view.weight * np.where(there, factor, 1.0))
+    return replace(view, weight=view.weight * np.where(part(i, j, n, m, tile), factor, 1.0))
 
 
 # how often a tile of a loop counts, by its place from one end, and from the other

@@ -121,8 +121,7 @@ class Lists:
 
 def by_token(question: Question, of_sequences: Array | tuple[int, ...]) -> Ints:
     """(total_q, 1, 1) a number of the token's sequence."""
-    found = np.array([*of_sequences, 0])[question.sequence_of("q")]
-    return np.asarray(found[:, None, None])
+    return np.asarray(np.array([*of_sequences, 0])[question.sequence_of("q")][:, None, None])
 
 
 def before(block: Ints, there: Ints) -> Ints:

@@ -216,8 +216,7 @@ def _ask(compare: Compare, pair: Pair, framework: str) -> str:
     except BaseException as error:  # pytest.fail and sys.exit raise no Exception
         if type(error).__module__ == "_pytest.outcomes" and type(error).__name__ == "Failed":
             return "is refused"
-        lines = str(error).strip().splitlines()
-        return "raises " + ": ".join((type(error).__name__, *lines[:1]))
+        return "raises " + ": ".join((type(error).__name__, *str(error).strip().splitlines()[:1]))
 
 
 def name_causes(trials: Sequence[Trial]) -> Iterator[Finding]:

@@ -52,13 +52,11 @@ class Sample:
     query heads of one key/value head, unless heads differ. found, truth: the answers by rows, and
     what is right. wrong: answers that are, all of them, and what rounding may leave of each."""
 
-    def __init__(
-        self, question: Question, answers: Answers, stage: str, given: Given = None
-    ) -> None:
-        self.question, self.answers, self.stage = question, answers, stage
+    def __init__(self, q: Question, answers: Answers, stage: str, given: Given = None) -> None:
+        self.question, self.answers, self.stage = q, answers, stage
         of_forward = stage in ("forward", "jvp")
-        self.given = None if of_forward else given or question.given_to_backward(answers)
-        right = solve(question, stage, given=self.given)
+        self.given = None if of_forward else given or q.given_to_backward(answers)
+        right = solve(q, stage, given=self.given)
         names = [n for n in STAGES[stage] if n in answers and n in right]
         self.truth = {n: right[n] for n in names if answers[n].shape == right[n].shape}
         self.found = {n: by_rows(n, answers[n]) for n in self.truth}
@@ -67,12 +65,12 @@ class Sample:
         noise = {n: max(4 * eps_of(x), NOISE.get(x.itemsize, 0)) for n, x in as_given.items()}
         self.wrong = {n: x for n, x in noise.items() if self.of_all(n, self.truth[n]) > x}
         self.sequence, self.head_kv, best = 0, 0, 0.0
-        for b, (n, m) in enumerate(zip(question.lengths_q, question.lengths_k, strict=True)):
-            by_head = np.zeros(question.num_heads_kv)
+        for b, (n, m) in enumerate(zip(q.lengths_q, q.lengths_k, strict=True)):
+            by_head = np.zeros(q.num_heads_kv)
             for name, x in self.truth.items() if n * m else ():
                 left = np.minimum(self._left(name, by_rows(name, x), b), 1.0)
                 by_head += left.reshape(len(by_head), -1).max(axis=1)
-            scores = max(n * m * question.group, 1)  # few of them look alike with any bug
+            scores = max(n * m * q.group, 1)  # few of them look alike with any bug
             merit = by_head.max() * min(1.0, MOST / scores, scores / LEAST)
             if merit > best:
                 best, self.sequence, self.head_kv = merit, b, int(by_head.argmax())

@@ -25,8 +25,7 @@ def listed(change: Change) -> See:
     def see(question: Question, views: tuple[View, ...]) -> Sequence[View]:
         if not views or views[0].lists is None:
             return views
-        lists = change(replace(views[0].lists, times=None))
-        return list(sparse_views(question, lists, views))
+        return [*sparse_views(question, change(replace(views[0].lists, times=None)), views)]
 
     return see
 

@@ -54,8 +54,7 @@ def of_weights(question: Question) -> Iterator[Bug]:
 def candidates(question: Question, stage: str, wrong: Collection[str]) -> Iterator[Bug]:
     """More of a stage, tried on one sequence: other arrays, parts of walks, tiles."""
     of_walks = chain(walks.cut(question), walks.bugs(question, wrong), walks.stale(question))
-    of_lists = chain(lists.misread(question), _misread(question))
-    every = chain(of_lists, of_walks, tiles(question))
+    every = chain(lists.misread(question), _misread(question), of_walks, tiles(question))
     yield from (bug for bug in every if stage in bug.stages)
 
 
@@ -138,6 +137,7 @@ ON_OUT: dict[str, Step] = S | {
     "dY": lambda c: c.dS,
     "dG": lambda c: c.P * times(c.dO, c.V.T),
 }
+TWICE_IN_E = {"E": with_values("E", Y=lambda c: c.G * c.Y)}
 GRADIENTS: tuple[Row, ...] = (
     (ON_P, "P V alone", FIRST, ON_OUT),
     (ON_P, "twice in dY", BACKWARD, {"dY": lambda c: c.G * STEPS["dY"](c)}),
@@ -146,12 +146,7 @@ GRADIENTS: tuple[Row, ...] = (
     (MISSING, "", SECOND, NO_GRADIENT),
 )
 DIRECTIONS: tuple[Row, ...] = (
-    (
-        ON_P,
-        "it multiplies the term of its direction in E too",
-        SECOND + JVP,
-        {"E": with_values("E", Y=lambda c: c.G * c.Y)},
-    ),
+    (ON_P, "it multiplies the term of its direction in E too", SECOND + JVP, TWICE_IN_E),
     (MISSING, "its direction ignored in E", SECOND, STILL_E),
     (MISSING, "its direction ignored in the tangent of dY", SECOND, STILL_TDY),
     (MISSING, "dS o tY of gblock_scale", SECOND, {"gG": lambda c: c.tdS * c.Y}),
@@ -167,9 +162,8 @@ LEFT_OUT: tuple[Row, ...] = (
 
 
 def _gate_by(by: maps.Map, c: Context) -> Floats | float:
-    return attention.per_key(
-        c.view, whole(c.question, None, "dblock_scale", "block_scale", by), 1.0
-    )
+    scale = whole(c.question, None, "dblock_scale", "block_scale", by)
+    return attention.per_key(c.view, scale, 1.0)
 
 
 def _of_head(head: int, heads: int, name: str, c: Context) -> Floats:

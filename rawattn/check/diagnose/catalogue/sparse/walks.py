@@ -50,8 +50,7 @@ def in_lists(question: Question, view: View) -> tuple[Ints, Ints]:
     """The place of every query in the list of the key's block, (heads, n, m), -1 where it does not
     see the key, and the length of that list, (heads, 1, m)."""
     there = sees_block(question, view)
-    place = np.where(view.weight > 0, there.cumsum(axis=1) - 1, -1)
-    return place, there.sum(axis=1, keepdims=True)
+    return np.where(view.weight > 0, there.cumsum(axis=1) - 1, -1), there.sum(axis=1, keepdims=True)
 
 
 def tiles() -> dict[str, Steps]:
