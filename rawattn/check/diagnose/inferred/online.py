@@ -10,9 +10,9 @@ from typing import Any
 import numpy as np
 
 from rawattn.check.diagnose.catalogue import partial_sums
-from rawattn.check.diagnose.catalogue.partial_sums import RIGHT, Results, merged
-from rawattn.check.diagnose.engine.attention import Bug, Context, Floats, contexts
-from rawattn.check.diagnose.engine.question import BY_ROW
+from rawattn.check.diagnose.catalogue.partial_sums import RIGHT, merged
+from rawattn.check.diagnose.engine.attention import RESULTS, Bug, Context, Floats, contexts
+from rawattn.check.diagnose.engine.question import BY_ROW, Answers
 from rawattn.check.diagnose.inferred.sample import Sample
 
 FITS = 0.01  # of the squares of what is wrong may be left on the view that is looked at
@@ -46,19 +46,15 @@ def bugs(sample: Sample) -> list[Bug]:
         at = np.ix_(c.view.rows, c.view.heads)
         found = {of: sample.found[name][at].swapaxes(0, 1) for of, name in names.items()}
         found = {of: x[..., 0] if names[of] in BY_ROW else x for of, x in found.items()}
-        return [*_rescaled(stage, c, found), *_merges(sample, c, found)]
+        right = {of: getattr(c, RESULTS[stage][name]) for of, name in names.items()}
+        return [*_rescaled(stage, c, found, right), *_merges(sample, c, found, right)]
     return []
 
 
-def _right(stage: str, c: Context) -> Results:
-    return Results(c.O, c.L, *((c.tL, c.tO) if stage == "jvp" else (c.L, c.O)))
-
-
-def _rescaled(stage: str, c: Context, found: dict[str, Floats]) -> Iterator[Bug]:
-    right = _right(stage, c)
+def _rescaled(stage: str, c: Context, found: Answers, right: Answers) -> Iterator[Bug]:
     # rows that are right may have another loop
-    same = {of: np.isclose(x, getattr(right, of), 1e-3, 1e-4) for of, x in found.items()}
-    wrong = sum(_left(x, getattr(right, of)) for of, x in found.items())
+    same = {of: np.isclose(x, right[of], 1e-3, 1e-4) for of, x in found.items()}
+    wrong = sum(_left(x, right[of]) for of, x in found.items())
     seen = set[tuple[object, ...]]()
     for at, cut in partial_sums.tiles(c.question).items():
         parts = partial_sums.parts_of(c, cut)
@@ -78,10 +74,10 @@ def _rescaled(stage: str, c: Context, found: dict[str, Floats]) -> Iterator[Bug]
                 yield Bug("no-rescale", f"{said} {words}, {at}", (stage,), steps=planted)
 
 
-def _merges(sample: Sample, c: Context, found: dict[str, Floats]) -> list[Bug]:
+def _merges(sample: Sample, c: Context, found: Answers, right: Answers) -> list[Bug]:
     """The merges that come nearest; where all parts have keys some are alike."""
     near, stage = list[tuple[float, Bug]](), sample.stage
-    off = {of: _left(x, getattr(_right(stage, c), of)) for of, x in found.items()}
+    off = {of: _left(x, right[of]) for of, x in found.items()}
     for at, cut in partial_sums.splits(c.question).items():
         parts, total = partial_sums.parts_of(c, cut), sum(off.values())
         forms = {of: [RIGHT] for of in found}
