@@ -27,8 +27,7 @@ Taken = list[tuple[Ints, Ints]]  # rows of a loop, and which ones of the other s
 
 class Ring(NamedTuple):
     """Tile x is loaded into stage x % stages, ``early`` steps before it is due, and read ``ahead``
-    of it, but by a last step behind the loop that is ``drained`` rightly; the ``lacking`` step of a
-    loop of several loads nothing."""
+    of it, a last step that is ``drained`` apart; the ``lacking`` step of several loads nothing."""
 
     stages: int = 2
     ahead: int = 0

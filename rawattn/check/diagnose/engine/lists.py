@@ -45,11 +45,6 @@ class Lists:
     def own_block(self) -> Ints:
         return np.asarray(np.where(self.place >= 0, self.place // self.size, -1))
 
-    @property
-    def whole(self) -> Ints:
-        """How many blocks of the sequence are full."""
-        return self.length // self.size
-
     @cached_property
     def blocks(self) -> Ints:
         return -(-self.length // self.size)

@@ -17,6 +17,7 @@ from rawattn.reference.dense import capped
 from rawattn.reference.selection import ABSENT, OWN
 
 Array = np.ndarray
+Features = dict[str, Callable[[], Array]]
 TILES = (2, 4, 8, 16, 24, 32, 48, 64, 96, 128)
 SPLITS = (2, 3, 4)  # parts of a sequence
 LOOPS = (8, 16, 32, 64, 128)  # tiles of queries and of keys of which a loop's bounds may be made
@@ -35,7 +36,7 @@ BASIC = 8  # features, the first ones, that are tried beside those of heads
 PLACE = re.compile(r"\b[ip]\b")
 
 
-def of_tiles(at: str, x: Array, size: str, n: Array, t: int) -> dict[str, Callable[[], Array]]:
+def of_tiles(at: str, x: Array, size: str, n: Array, t: int) -> Features:
     """What an index ``at`` in a sequence of so many has by tiles of t."""
     return {
         f"{at} // {t}": lambda: x // t,
@@ -121,7 +122,7 @@ class Places:
         raise ValueError(f"there is no {name} here")
 
     @cached_property
-    def features(self) -> dict[str, Callable[[], Array]]:
+    def features(self) -> Features:
         """All features, the plainest first."""
         i, j, p, n, m = self.i, self.j, self.p, self.n, self.m
         sequence, query = self.question.sequence_of("k")[None], self.query
@@ -157,14 +158,14 @@ class Places:
         return found if self.head is None else self._of_heads(self.head) | found
 
     @cached_property
-    def loops(self) -> dict[str, Callable[[], Array]]:
+    def loops(self) -> Features:
         """Bounds of loops over tiles of keys, as the first and the last row of a tile of queries
         have them, and of loops over tiles of queries as keys have them: tiles a pair is behind."""
         own = "i" if self.aligned else "p"
         (left, right), shift = self.question.mask_window, self.m - self.n
         sides = {"": 0, "window_left": -max(left, 0), "window_right": max(right, 0)}
         sides = {words: by for words, by in sides.items() if by or not words}
-        found: dict[str, Callable[[], Array]] = {}
+        found: Features = {}
         for at, of, x, y, count, by in (
             ("j", {"i": 0 * shift, own: shift}, self.j, self.i, self.n, 1),
             ("i", {"j": 0 * shift, f"j - {own} + i": -shift}, self.i, self.j, self.m, -1),
@@ -189,16 +190,15 @@ class Places:
             found |= self._computed(f"j // {t} // ceil(seqlen_k / {parts * t})", *counts)
         return found
 
-    def _computed(self, *names: str) -> dict[str, Callable[[], Array]]:
-        """Features whose names are formulas of indices and lengths; no part of a sequence is of no
-        keys."""
+    def _computed(self, *names: str) -> Features:
+        """Features whose names are formulas of indices and lengths; ceil gives 1 at least."""
         sizes = {"seqlen_q": self.question.lengths_q, "seqlen_k": self.question.lengths_k}
         known: dict[str, Any] = {f"longest_{x}": max(of, default=0) for x, of in sizes.items()}
         known |= {"i": self.i, "j": self.j, "p": self.p, "seqlen_q": self.n, "seqlen_k": self.m}
         known |= {"max": np.maximum, "ceil": lambda x: np.maximum(np.ceil(x), 1).astype(int)}
         return {n: partial(eval, n.replace("the longest ", "longest_"), known) for n in names}
 
-    def _of_heads(self, h: int) -> dict[str, Callable[[], Array]]:
+    def _of_heads(self, h: int) -> Features:
         """What hangs on the query head h: rows packed with those of the other heads of a group."""
         i, j, n, g = self.i, self.j, self.n, self.question.group
         packed, row = f"(packed row {g} i + h % {g})", g * i + h % g
@@ -207,7 +207,7 @@ class Places:
             first, count = i // t * t, np.maximum(np.minimum(t, n - i // t * t), 1)
             name = f"{packed} of its tile of {t}, modulo its queries"
             rows[name] = first + (row - g * first) % count
-        found: dict[str, Callable[[], Array]] = {"h": lambda: h + 0 * i}
+        found: Features = {"h": lambda: h + 0 * i}
         found[f"h % {g}"] = lambda: h % g + 0 * i
         for name, at in rows.items():
             found[f"j - {name}"] = partial(np.subtract, j, at)
@@ -220,7 +220,7 @@ class Places:
         of_tiles = [name for name in self.features if BY_TILES.fullmatch(name)]
         return [*self._of_heads(0), *islice(self.features, BASIC), *of_tiles]
 
-    def _of_lists(self) -> dict[str, Callable[[], Array]]:
+    def _of_lists(self) -> Features:
         lists, j, size = lists_of(self.question), self.j, self.question.block_size
         of = lists.named, lists.is_block, lists.counted
         named, inside, counted = (x[:, self.selection] for x in of)
@@ -242,12 +242,12 @@ class Places:
             "the key's block": lambda: block,
         }
 
-    def _of_inverted(self) -> dict[str, Callable[[], Array]]:
+    def _of_inverted(self) -> Features:
         """Of the lists of queries that walk a block: the query's place in that of the key's."""
         walked = self.slots != ABSENT
         place = np.where(walked, np.cumsum(walked, axis=0) - 1, -1)
         count, at, size = walked.sum(axis=0), "its block's list of queries", "its length"
-        found: dict[str, Callable[[], Array]] = {f"the place in {at}": lambda: place}
+        found: Features = {f"the place in {at}": lambda: place}
         for t in LOOPS[:3]:
             found |= of_tiles(f"the place in {at}", place, size, count, t)
         return found

@@ -102,8 +102,7 @@ class Sample:
         return found
 
     def allows(self, bug: Bug) -> bool:
-        """Whether a bug may explain a wrong answer: it leaves less of it than the right computation
-        does, or it cannot be seen here."""
+        """Whether a bug may explain a wrong answer: it leaves less than none, or cannot be seen here."""
         seen = all(self.left[name] > self.wrong[name] for name in self.wrong)
         if bug.store is not None or not seen:
             return True
@@ -117,8 +116,7 @@ class Sample:
 
     def near(self, families: Iterable[Iterable[Bug]], each: int, until: float) -> list[Bug]:
         """Of those that come near on one of the wrong answers so many for each of these, by all of
-        it. No further family is tried once one gives all answers, and nothing from ``until`` on, by
-        effort.spent()."""
+        it. No family is tried once one gives all answers, and nothing once ``until`` is spent."""
         found: list[tuple[dict[str, float], Bug]] = []
         known: dict[object, dict[str, float]] = {}
         for family in families:

@@ -36,11 +36,11 @@ def bugs(sample: Sample) -> Iterator[Bug]:
     if constants and not none:
         text, store = _in_words(sample, constants), lambda _, x: in_rows(constants, answers, x)
         yield Bug("rows-not-written", text, (stage,), store=store)
-    due = {name: _none(sample, name) for name in sample.wrong}
-    rows = {name: _strange(sample, name, due[name] & (not constants)) for name in sample.wrong}
+    nothing = {name: _none(sample, name) for name in sample.wrong}
+    rows = {name: _strange(sample, name, nothing[name] & (not constants)) for name in sample.wrong}
     if found := {name: of for name, of in rows.items() if of.any()}:
         source = _of_no_keys(question, found)
-        elsewhere = any((of & ~due[name]).any() for name, of in found.items())
+        elsewhere = any((of & ~nothing[name]).any() for name, of in found.items())
         of_dead = not elsewhere and not {*found} & {*OF_KEYS}
         said = _without_keys if of_dead else _in_words
         text = source or said(sample, found) + "; all else is right" * elsewhere
@@ -85,8 +85,7 @@ def _of_no_keys(question: Question, found: Found) -> str:
 
 
 def _constant(sample: Sample, name: str, of_out: Rows | bool) -> Rows | None:
-    """Which rows (tokens, heads) hold one number; a single one is no row, so that it must be 0, or
-    in the rows ``of_out``."""
+    """Which rows (tokens, heads) hold one number; a single one must be 0, or in rows ``of_out``."""
     x, wanted = sample.found[name], by_rows(name, sample.truth[name])
     there = np.isfinite(wanted).all(axis=2) & (sample.question.sequence_of(name) >= 0)[:, None]
     if not there.any() or not x.shape[2]:
@@ -140,8 +139,7 @@ def _of_tiles(question: Question, rows: Rows, nothing: Rows) -> str:
 
 
 def _mean_of(sample: Sample, rows: Rows) -> tuple[str, np.ndarray] | None:
-    """Of which keys rows (tokens, heads) of out are the mean of v, in words, and how many: all of
-    the sequence, or its first ones."""
+    """Of which keys, all or the first, rows (tokens, heads) of out are the mean of v; how many."""
     q, taken = sample.question, []
     sums = np.cumsum(np.pad(finite(q.v.astype(np.float64)), ((1, 0), (0, 0), (0, 0))), axis=0)
     for token, head in np.argwhere(rows):

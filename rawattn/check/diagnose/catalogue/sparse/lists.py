@@ -45,8 +45,7 @@ def _ending(stop: Of) -> Change:
 
 
 def _again(slots: bool = False, own: bool = False, apart: bool = False) -> Change:
-    """Blocks count again for every slot that repeats them, but, ``apart``, not the slot before, and
-    a walked own one that slots name."""
+    """Blocks count again for slots that repeat them, ``apart`` but the next one, and own ones."""
 
     def change(x: Lists) -> Lists:
         repeated = slots & x.exists
@@ -89,6 +88,7 @@ MISSING, TWICE, CUT = "sparse-own-block-missing", "sparse-duplicate-twice", "spa
 READ, OPEN, COUNTS = "sparse-padding-read", "sparse-not-causal", "sparse-counts-ignored"
 MISREAD, PLACE, UNION = "sparse-lists-misread", "sparse-other-place", "sparse-tile-union"
 IN_32_BITS = where(named=lambda x: (x.named * x.size).astype(np.int32) // x.size)  # by first keys
+FULL_ONES = _only(lambda x: x.counted & (x.named < x.length // x.size))
 NO_PADDING = _only(lambda x: np.cumsum(x.is_block, axis=2) <= x.limit)
 TABLE: tuple[Row, ...] = (
     (OPEN, "everywhere", _uncut(lambda slot, own: slot)),
@@ -106,7 +106,7 @@ TABLE: tuple[Row, ...] = (
     (READ, "if negative as the first block", where(named=lambda x: np.maximum(x.named, 0))),
     (READ, "by block * block_size in 32 bits", IN_32_BITS),
     (MISREAD, "block_indices: block n - 1", where(named=lambda x: x.named - 1)),
-    (CUT, "a last block that is not full", _only(lambda x: x.counted & (x.named < x.whole))),
+    (CUT, "a last block that is not full", FULL_ONES),
     (CUT, "without the last one", _only(lambda x: x.counted & (x.slots < x.slots[-1:]))),
     (CUT, "without the last counted", _only(lambda x: x.slots + 1 < x.limit.clip(0, x.slots.size))),
     (COUNTS, "", _only(lambda x: x.named >= 0)),

@@ -1,5 +1,4 @@
-"""Bugs of block-sparse attention: of ``lists`` of blocks, of ``walks``, of block_scale, the gate,
-and of the sliding branch."""
+"""Bugs of block-sparse attention: of ``lists``, ``walks``, block_scale and the sliding branch."""
 
 from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import replace
