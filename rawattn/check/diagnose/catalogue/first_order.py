@@ -146,17 +146,13 @@ def _of_scores(question: Question) -> Iterator[Bug]:
     undivided = {"O": lambda c: np.exp(c.S - row_max(c)[..., None]) @ c.V}
     yield Bug("not-normalised", "", FORWARD, steps=undivided)
     yield Bug("no-max-subtraction", "in float32", FORWARD, steps={"softmax": _plain_exp})
-    products: dict[str, tuple[tuple[str, str, str], ...]] = {
-        "Q K^T": (("Y", "Q", "K"),),
-        "dO V^T": (("dP", "dO", "V"),),
-    }
-    products["Q K^T and dO V^T"] = products["Q K^T"] + products["dO V^T"]
+    products = {"Q K^T": "Y Q K", "dO V^T": "dP dO V", "Q K^T and dO V^T": "Y Q K, dP dO V"}
     width = min(question.q.shape[2], question.v.shape[2])
     sizes = {x.shape[2] // deep * deep for x in (question.q, question.v) for deep in (16, 32, 64)}
     for columns, (words, some) in product({width, *sizes} - {0}, products.items()):
         steps = {
             step: with_values(step, **{x: partial(_columns, x, columns) for x in operands})
-            for step, *operands in some
+            for step, *operands in map(str.split, some.split(", "))
         }
         stages = FIRST if "Q" in words else BACKWARD
         yield Bug("head-dim-tail", f"{words} of the first {columns}", stages, steps=steps)

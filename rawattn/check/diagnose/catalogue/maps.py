@@ -171,10 +171,6 @@ HEADS: dict[str, Callable[[Ints, int, int], Ints]] = {  # head h of so many, a g
 }
 
 
-def _rows(index: Callable[[Ints, int, Ints], Ints], by: int, g: Geometry) -> At:
-    return g.everywhere._replace(t=g.row.start + index(g.row.i, by, g.row.n))
-
-
 def _from(origin: Origin, g: Geometry, clamped: bool = False) -> At:
     t = origin(g)[g.row.b] + g.row.i
     return g.everywhere._replace(t=np.minimum(t, g.shape[0] - 1) if clamped else t)
@@ -192,7 +188,10 @@ def rows(question: Question, least: int = 1) -> Iterator[Map]:
 
 
 def of_rows(words: str, by: int) -> Map:
-    return Map("rows", words.format(by), partial(_rows, ROWS[words], by))
+    def index(g: Geometry) -> At:
+        return g.everywhere._replace(t=g.row.start + ROWS[words](g.row.i, by, g.row.n))
+
+    return Map("rows", words.format(by), index)
 
 
 def sequences(question: Question, clamped: bool = False) -> Iterator[Map]:

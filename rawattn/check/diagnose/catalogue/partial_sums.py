@@ -70,7 +70,7 @@ def _cut(keys: Keys, step: int, c: Context) -> list[np.ndarray]:
 def tiles(question: Question) -> dict[str, Cut]:
     """Tiles of a loop over the keys, from the first on and from the last, or over blocks."""
     if question.sparse:
-        return walks.tiles()
+        return {**walks.TILES}
     sizes = [tile for tile in TILES if tile < max(question.lengths_k, default=0)]
     return {
         f"tile of {tile}{words}": partial(_cut, partial(_tiles, tile), step)

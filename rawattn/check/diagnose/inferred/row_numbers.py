@@ -129,8 +129,7 @@ Read = tuple[np.ndarray, Floats, Floats]
 
 def bugs(sample: Sample) -> Iterator[Bug]:
     """One of each number that alone may make a wrong result what it is."""
-    given = None if sample.given is None else Same(sample.given)
-    rows = Rows(sample.question, given, sample.stage)
+    rows = Rows(sample.question, sample.given and Same(sample.given), sample.stage)
     for number in NUMBERS[sample.stage] if sample.wrong else ():
         read = read_of(sample, number)
         yield from _told(rows, number, *read) if read else ()

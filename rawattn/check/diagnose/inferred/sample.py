@@ -102,7 +102,7 @@ class Sample:
         return found
 
     def allows(self, bug: Bug) -> bool:
-        """Whether a bug may explain a wrong answer: it leaves less than none, or cannot be seen here."""
+        """Whether a bug may explain a wrong answer: it leaves less than none, or cannot be seen."""
         seen = all(self.left[name] > self.wrong[name] for name in self.wrong)
         if bug.store is not None or not seen:
             return True

@@ -20,13 +20,8 @@ from rawattn.check.diagnose.engine.question import STAGES, Question
 from rawattn.check.diagnose.engine.steps import STEPS, Context, Floats, Step, times
 
 
-@lru_cache(maxsize=1)
-def bugs(question: Question) -> tuple[Bug, ...]:
-    """Every bug of the catalogue that can matter for the question."""
-    return tuple(_bugs(question))
-
-
 def _bugs(question: Question) -> Iterator[Bug]:
+    """Every bug of the catalogue that can matter for the question."""
     different = _differing(question)
     found = [(name, words, lists.listed(change)) for name, words, change in lists.rows(question)]
     last = "a last block that is selected"
@@ -208,6 +203,7 @@ def _of_the_last(x: Lists) -> Lists:
     return replace(x, times=np.concatenate([last, x.walked[..., -1:]], axis=2))
 
 
+bugs = lru_cache(maxsize=1)(lambda question: tuple(_bugs(question)))
 GIVEN, _slots = lists.listed(lambda x: lists_of(x.question)), partial(each, _in_slots)
 KEPT = "that of its place among the slots that are walked, without padding and repeats"
 OTHERS: dict[str, See] = {

@@ -53,10 +53,6 @@ def in_lists(question: Question, view: View) -> tuple[Ints, Ints]:
     return np.where(view.weight > 0, there.cumsum(axis=1) - 1, -1), there.sum(axis=1, keepdims=True)
 
 
-def tiles() -> dict[str, Steps]:
-    return {f"block by block, {of}": partial(_steps, order) for of, order in ORDERS.items()}
-
-
 def _steps(order: Order, c: Context) -> list[Ints]:
     """Pairs by the place of the key's block in the query's walk."""
     place, _ = in_walk(order, c.question, c.view)
@@ -127,6 +123,7 @@ def _own_and_rest(c: Context) -> list[Ints]:
     return [(c.W > 0) & own, (c.W > 0) & ~own]
 
 
+TILES: dict[str, Steps] = {f"block by block, {of}": partial(_steps, x) for of, x in ORDERS.items()}
 WALKS: dict[str, Places] = {
     f"blocks that a query walks, {of},": partial(in_walk, order) for of, order in ORDERS.items()
 }
