@@ -47,8 +47,7 @@ class Geometry:
 
     @cached_property
     def everywhere(self) -> At:
-        t, h, j = np.ogrid[tuple(slice(size) for size in self.shape)]
-        return At(t, h, j)
+        return At(*np.ogrid[tuple(slice(size) for size in self.shape)])
 
     @property
     def b(self) -> Ints:

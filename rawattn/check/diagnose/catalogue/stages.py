@@ -137,8 +137,7 @@ def _keys_of(of: Ints, question: Question, view: View) -> View:
 def _owned(tile: int, stored: bool, question: Question, view: View) -> View:
     """A view with the rest of its last tile, which, ``stored``, overwrites the sequence behind."""
     starts, lengths = np.asarray(question.cu_seqlens_q)[:-1], np.array(question.lengths_q)
-    stops = np.minimum(starts + -(-lengths // tile) * tile, len(question.q))
-    b = view.sequence
+    stops, b = np.minimum(starts + -(-lengths // tile) * tile, len(question.q)), view.sequence
     before = stops[:b].max(initial=0) if stored else 0  # those of sequences before stay theirs
     rows = np.arange(max(starts[b], before), stops[b])
     return Window(*bounds(question)).of(question, replace(view, rows=rows))

@@ -126,8 +126,7 @@ class Places:
         """All features, the plainest first."""
         i, j, p, n, m = self.i, self.j, self.p, self.n, self.m
         sequence, query = self.question.sequence_of("k")[None], self.query
-        key = np.arange(j.shape[1])[None]
-        of = "i" if self.aligned else "p"
+        key, of = np.arange(j.shape[1])[None], "i" if self.aligned else "p"
         said = [f"j - {of}", "j", "seqlen_k - 1 - j", "i", "seqlen_q - 1 - i"]
         if not self.aligned:
             difference = "(the longest seqlen_k - the longest seqlen_q)"
@@ -289,8 +288,7 @@ class Right:
 def _slots(q: Question) -> Array:
     """(num_heads_sel, total_q, total_k)."""
     heads, width = np.asarray(q.block_indices).shape[1:]
-    found = np.full((heads, len(q.q), len(q.k)), ABSENT)
-    lists = lists_of(q)
+    found, lists = np.full((heads, len(q.q), len(q.k)), ABSENT), lists_of(q)
     for b, rows, keys in sequences(q):
         _, entry, _ = lists.keys(b, np.arange(heads))
         behind = q.causal & (np.arange(len(keys)) // q.block_size > lists.own_block[rows, 0])

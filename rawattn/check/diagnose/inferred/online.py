@@ -19,10 +19,7 @@ FITS = 0.01  # of the squares of what is wrong may be left on the view that is l
 ROUNDED = 1e-12  # of them that may be rounding
 MOST, ALIKE = 6, 60  # merges that are planted, and of which the nearest of all rows are chosen
 SAME = 1e-9  # of squares: what leaves as much is alike
-TENSORS = {
-    "forward": {"out": "out", "lse": "lse"},
-    "jvp": {"out": "jvp out", "lse": "jvp lse", "e": "tlse", "tout": "tout"},
-}
+STEPS = {"out": "O", "lse": "L", "e": "tL", "tout": "tO"}  # by which fields of Results are made
 SUMS = {
     "forward": (("out",), ("row_sum",), ("out", "row_sum")),
     "jvp": (
@@ -40,13 +37,14 @@ WORDS = {"e": "the sum of P o E", "tout": "the sum of (P o E) V", "ptv": "the su
 def bugs(sample: Sample) -> list[Bug]:
     """Bugs of partial sums that fit the view of a sample."""
     stage = sample.stage
-    views = contexts(sample.question, stage) if sample.wrong and stage in TENSORS else ()
+    views = contexts(sample.question, stage) if sample.wrong and stage in SUMS else ()
     for c in (c for c in views if sample.has(c.view) and c.S.shape[2]):
-        names = {of: name for of, name in TENSORS[stage].items() if name in sample.found}
+        told = {step: name for name, step in RESULTS[stage].items() if name in sample.found}
+        names = {of: told[step] for of, step in STEPS.items() if step in told}
         at = np.ix_(c.view.rows, c.view.heads)
         found = {of: sample.found[name][at].swapaxes(0, 1) for of, name in names.items()}
         found = {of: x[..., 0] if names[of] in BY_ROW else x for of, x in found.items()}
-        right = {of: getattr(c, RESULTS[stage][name]) for of, name in names.items()}
+        right = {of: getattr(c, STEPS[of]) for of in names}
         return [*_rescaled(stage, c, found, right), *_merges(sample, c, found, right)]
     return []
 
@@ -54,8 +52,7 @@ def bugs(sample: Sample) -> list[Bug]:
 def _rescaled(stage: str, c: Context, found: Answers, right: Answers) -> Iterator[Bug]:
     # rows that are right may have another loop
     same = {of: np.isclose(x, right[of], 1e-3, 1e-4) for of, x in found.items()}
-    wrong = sum(_left(x, right[of]) for of, x in found.items())
-    seen = set[tuple[object, ...]]()
+    wrong, seen = sum(_left(x, right[of]) for of, x in found.items()), set[tuple[object, ...]]()
     for at, cut in partial_sums.tiles(c.question).items():
         parts = partial_sums.parts_of(c, cut)
         sums = partial_sums.totals(parts, partial_sums.RIGHTLY)

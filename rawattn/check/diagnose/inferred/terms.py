@@ -194,12 +194,10 @@ def pairs_dropped(sample: Sample) -> Iterator[Bug]:
     steps = [step for step in GRADIENTS if RESULTS[step] & sample.wrong.keys()]
     if sample.question.sparse or len(sample.question.q) * len(sample.question.k) > PAIRS:
         return
-    places = places_of(sample.question)
-    wrong = {side: _wrong(sample, side, told) for side in "qk"}
+    places, wrong = places_of(sample.question), {side: _wrong(sample, side, told) for side in "qk"}
     if not steps or all(x is None or x.all() for x in wrong.values()):
         return
-    sets = [(*told, *more) for more in WITH_FIRST_PASS] if first else [steps]
-    said = set()
+    sets, said = [(*told, *more) for more in WITH_FIRST_PASS] if first else [steps], set()
     for span in sorted(_spans(places, wrong), key=partial(_odd, places)):
         dropped = span.holds(places) & places.right
         if (key := dropped.tobytes()) in said or (dropped == places.right).all():

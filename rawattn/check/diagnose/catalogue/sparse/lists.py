@@ -74,8 +74,7 @@ def _union(size: int, x: Lists) -> Lists:
     """With the blocks of all of a tile of queries of its sequence."""
     token = np.arange(len(x.named))
     tile = np.where(x.question.sequence_of("q") < 0, token, token - x.row[:, 0, 0] % size)
-    block = np.arange(int(x.blocks.max(initial=0)))
-    named = np.where(x.exists, x.named, -1)
+    block, named = np.arange(int(x.blocks.max(initial=0))), np.where(x.exists, x.named, -1)
     seen = (named[..., None] == block).any(axis=2) | ((block == x.own_block) & x.own)
     united = np.zeros_like(seen)
     np.logical_or.at(united, tile, seen)
