@@ -196,14 +196,12 @@ def of_rows(words: str, by: int) -> Map:
 def sequences(question: Question, clamped: bool = False) -> Iterator[Map]:
     """The same row of another sequence, or counted from another place, which is not the same.
     clamped: past the end of all there is the last row."""
-    found = ORIGINS | {
-        f"the offset of {x}": lambda g, o=o: g.offsets[o(g)] for x, o in OTHERS.items()
-    }
+    of = ORIGINS | {f"the offset of {x}": lambda g, o=o: g.offsets[o(g)] for x, o in OTHERS.items()}
     sizes = TILES if not question.sparse else (*TILES, question.block_size)
     for (words, of_tile), t in itertools.product(OF_TILES.items(), sizes):
-        found[words.format(t)] = partial(of_tile, t)
+        of[words.format(t)] = partial(of_tile, t)
     sides = [geometry(question, name) for name in "qk"] if question.batch > 1 else []
-    for words, origin in found.items():
+    for words, origin in of.items():
         if any((origin(g) != g.offsets[:-1]).any() for g in sides):
             yield Map("sequences", words, partial(_from, origin, clamped=clamped))
     if any((g.others != g.offsets).any() for g in sides):

@@ -161,8 +161,7 @@ def sequences(question: Question) -> Iterator[tuple[int, np.ndarray, np.ndarray]
 
 def run_steps(c: Context, names: Sequence[str], bug: Bug) -> None:
     for name in names:
-        step = bug.steps.get(name, STEPS[name])
-        setattr(c, "P" if name == "bP" else name, step(c))
+        setattr(c, "P" if name == "bP" else name, bug.steps.get(name, STEPS[name])(c))
 
 
 def solve(

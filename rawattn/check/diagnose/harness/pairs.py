@@ -138,10 +138,10 @@ def wrongs(shape: Shape, dtype: str, *, size: float = 1.0, wide: bool = False) -
     for share in (1.0, 0.1, 0.01):
         changed = spoiled(at, (1 + share) * rows[at])
         changes.append((f"the largest element off by {share:.0%}", "element", changed))
-    for share, words in ((0.25, "25%"), (16 * eps, "16 eps")):
-        for sign, by in (("+", share), ("-", -share)):
-            name = f"every element off by {sign}{words} of the largest"
-            changes.append((name, "offset", exact + by * largest))
+    shares = (0.25, "25%"), (16 * eps, "16 eps")
+    for (share, words), (sign, by) in itertools.product(shares, (("+", largest), ("-", -largest))):
+        name = f"every element off by {sign}{words} of the largest"
+        changes.append((name, "offset", exact + share * by))
     pairs = (Pair(name, of, y.reshape(shape).astype(kind), ref) for name, of, y in changes)
     shapes = (
         ("x of shape (1, ...) where ref repeats it", x[:1], np.broadcast_to(ref[:1], shape)),
