@@ -164,7 +164,7 @@ class Places:
         (left, right), shift = self.question.mask_window, self.m - self.n
         sides = {"": 0, "window_left": -max(left, 0), "window_right": max(right, 0)}
         sides = {words: by for words, by in sides.items() if by or not words}
-        found: Features = {}
+        found, behind = Features(), lambda x, row, shift, t: x // t - (row() + shift) // t
         for at, of, x, y, count, by in (
             ("j", {"i": 0 * shift, own: shift}, self.j, self.i, self.n, 1),
             ("i", {"j": 0 * shift, f"j - {own} + i": -shift}, self.i, self.j, self.m, -1),
@@ -175,7 +175,7 @@ class Places:
                     more = f" {'+' if by * width > 0 else '-'} {side}" if side else ""
                     name = f"{at} // {t} - ({words} of the {edge} row of its tile of {u}{more})"
                     row, moved = partial(EDGES[edge], y, u, count), start + by * width
-                    found[f"{name} // {t}"] = partial(_tiles_behind, x, row, moved, t)
+                    found[f"{name} // {t}"] = partial(behind, x, row, moved, t)
         q = self.question
         both = ("j - seqlen_k", self.j, q.lengths_k), ("i - seqlen_q", self.i, q.lengths_q)
         for (name, x, lengths), (words, of) in product(both, OTHERS.items()):
@@ -250,10 +250,6 @@ class Places:
         for t in LOOPS[:3]:
             found |= of_tiles(f"the place in {at}", place, size, count, t)
         return found
-
-
-def _tiles_behind(x: Array, row: Callable[[], Array], shift: Array, t: int) -> Array:
-    return np.asarray(x // t - (row() + shift) // t)
 
 
 @lru_cache(maxsize=8)
