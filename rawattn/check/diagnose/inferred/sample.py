@@ -24,12 +24,8 @@ WHOLE = slice(None)
 
 def stored(name: str, change: Callable[[Floats], Floats]) -> Store:
     """What ``change`` does to a result by rows, as it is stored."""
-
-    def store(question: Question, answers: Answers) -> Answers:
-        x = change(by_rows(name, answers[name]))
-        return answers | {name: x[..., 0].T if name in BY_ROW else x}
-
-    return store
+    kept: Callable[[Floats], Floats] = (lambda x: x[..., 0].T) if name in BY_ROW else (lambda x: x)
+    return lambda _, answers: answers | {name: kept(change(by_rows(name, answers[name])))}
 
 
 def in_rows(rows: Answers, inside: Answers, outside: Answers) -> Answers:
