@@ -150,10 +150,9 @@ def _of_scores(question: Question) -> Iterator[Bug]:
     width = min(question.q.shape[2], question.v.shape[2])
     sizes = {x.shape[2] // deep * deep for x in (question.q, question.v) for deep in (16, 32, 64)}
     for columns, (words, some) in product({width, *sizes} - {0}, products.items()):
-        steps = {
-            step: with_values(step, **{x: partial(_columns, x, columns) for x in operands})
-            for step, *operands in map(str.split, some.split(", "))
-        }
+        reads = [one.split() for one in some.split(", ")]
+        cut = {x: partial(_columns, x, columns) for _, *operands in reads for x in operands}
+        steps = {step: with_values(step, **{x: cut[x] for x in of}) for step, *of in reads}
         stages = FIRST if "Q" in words else BACKWARD
         yield Bug("head-dim-tail", f"{words} of the first {columns}", stages, steps=steps)
     for columns in sizes - {0}:

@@ -120,8 +120,7 @@ class Term(NamedTuple):
 def terms(question: Question, stage: str) -> Iterator[Term]:
     """What the results of a stage are sums of, one time each."""
     second, factor, sign = stage == "second", "constant-factor", "lse-gradient-sign"
-    where = lacking(question)
-    none = factor if stage == "backward" else DROPPED
+    where, none = lacking(question), factor if stage == "backward" else DROPPED
     for text, made in RESULTS[stage].items() if stage != "jvp" or not where else ():
         yield Term(text, partial(_made, made), none, factor, f"{text} = 0{where}")
     if stage != "jvp":
@@ -195,8 +194,7 @@ def _with_bend(factor: float) -> dict[str, Step]:
 def of_one_pass(bug: Bug, first: bool = False) -> Bug:
     """A bug of one pass of a double backward, the ``first`` (ddout, ddlse, e, W) or the second."""
 
-    wrong = lru_cache(maxsize=2)(partial(solve, stage="second", bug=bug))
-    passed = wrong if first else RIGHT_ROWS
+    passed = lru_cache(maxsize=2)(partial(solve, stage="second", bug=bug)) if first else RIGHT_ROWS
 
     def of_rows(c: Context, name: str) -> Floats:
         x, rows, heads = passed(c.question, given=c.given), c.view.rows, c.view.heads[:, None]

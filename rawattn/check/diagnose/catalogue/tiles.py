@@ -57,8 +57,7 @@ def of_splits(question: Question) -> Iterator[Bug]:
 
 def _starts(keys: Keys, m: int) -> np.ndarray:
     """Of every one of so many keys where its part starts."""
-    parts = [np.full(len(part), part[:1]) for part in keys(m)]
-    return np.concatenate([np.arange(0), *parts])
+    return np.concatenate([np.arange(0), *[np.full(len(part), part[:1]) for part in keys(m)]])
 
 
 def _until_masked(tile: int, rows: int, question: Question, view: View) -> View:

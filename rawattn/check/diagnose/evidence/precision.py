@@ -182,5 +182,4 @@ def fit(
     noise = np.sqrt(error**2 + typical**2 + floor**2 + (eps_of(found) / 2 * size) ** 2)[rows]
     with np.errstate(over="ignore"):
         ratio = np.minimum(_row_rms(difference) / np.maximum(noise, smallest_of(found)), 1e150)
-    rms = float(np.sqrt(np.mean(ratio**2)))
-    return Fit(rms, float(ratio.max()), relative_residual(a, b, rows))
+    return Fit(float(np.sqrt(np.mean(ratio**2))), float(ratio.max()), relative_residual(a, b, rows))

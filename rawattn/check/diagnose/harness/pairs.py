@@ -229,8 +229,7 @@ def name_causes(trials: Sequence[Trial]) -> Iterator[Finding]:
     names = {t.name for t in fooled}
     # the least error of all elements that is always refused, and that of one element that must be
     noticed = min([1.0, *(t.error for t in held if t.kind == "scaled" and t.name not in names)])
-    blind = all(t.kind in BY_KIND for t in held)
-    top = max((t.place[1] for t in due), default=0.0)
+    blind, top = all(t.kind in BY_KIND for t in held), max((t.place[1] for t in due), default=0.0)
     scaled = [one for one in passing if one[0].startswith("x = ")]
     absolute = {d for name, (d, _, axes) in scaled if (name, (d, top, axes)) in refused}
     every = [one for one in passing if one[0].startswith("every")]

@@ -50,8 +50,7 @@ class Sample:
 
     def __init__(self, q: Question, answers: Answers, stage: str, given: Given = None) -> None:
         self.question, self.answers, self.stage = q, answers, stage
-        of_forward = stage in ("forward", "jvp")
-        self.given = None if of_forward else given or q.given_to_backward(answers)
+        self.given = None if stage in ("forward", "jvp") else given or q.given_to_backward(answers)
         right = solve(q, stage, given=self.given)
         names = [n for n in STAGES[stage] if n in answers and n in right]
         self.truth = {n: right[n] for n in names if answers[n].shape == right[n].shape}

@@ -93,8 +93,7 @@ Row = tuple[str, str, tuple[str, ...], Mapping[str, Step]]
 
 def _of_gates(question: Question, different: Callable[[See], bool]) -> Iterator[Bug]:
     """Which slot block_scale is for, what it multiplies, and what its gradient holds."""
-    rows = [*GRADIENTS]
-    heads = question.num_heads_q // np.asarray(question.block_indices).shape[1]
+    rows, heads = [*GRADIENTS], question.num_heads_q // np.asarray(question.block_indices).shape[1]
     for words, head in ("the last head", heads - 1), ("the first head", 0):
         steps = {name: partial(_of_head, head, heads, name) for name in ("dG", "gG")}
         rows += [("sparse-gate-not-summed", words, BEYOND, steps)] if heads > 1 else []
