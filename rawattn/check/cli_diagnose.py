@@ -148,18 +148,7 @@ def explain_command(files: tuple[Path, ...], log: Path | None, class_: str | Non
     "--intermediates", "sequence", type=int, help="S, P, dP, dS (E, tP, tdS) of it, by its index."
 )
 @click.option("--seed", default=0, show_default=True)
-def dump_command(
-    case: str | None,
-    listing: bool,
-    file: Path | None,
-    candidate: str | None,
-    framework: str | None,
-    lengths: tuple[int, ...] | None,
-    identify: bool | None,
-    sequence: int | None,
-    seed: int,
-    **sizes: Any,
-) -> None:
+def dump_command(case: str | None, listing: bool, file: Path | None, **said: Any) -> None:
     """Write inputs and results of a case to a .npz file, for `rawattn-check explain`.
 
     CASE is one of the standard cases of --list; without one a random problem is made. Run your
@@ -170,15 +159,17 @@ def dump_command(
         for one in every:
             click.echo(f"{one}: {sizes_of(question_of(one))}")
         return
+    lengths, sequence, identify = (said.pop(name) for name in ("lengths", "sequence", "identify"))
+    candidate, framework, seed = (said.pop(name) for name in ("candidate", "framework", "seed"))
+    rare = [said.pop(name) for name in ("softcap", "sinks", "seqused")]
     if case and lengths:
         raise click.UsageError("say a CASE (--list shows them), or --lengths of a random one")
     use_simulator()
-    rare = [sizes.pop(name) for name in ("softcap", "sinks", "seqused")]
     identify = not (case or lengths or sequence is not None) if identify is None else identify
     known = [one for one in every if case in (one.name, str(one))]
     if case and not known:
         raise click.UsageError(f"no standard case is called {case!r}; --list shows them")
-    chosen = known[0] if case else _random_case(lengths or LENGTHS, **sizes)
+    chosen = known[0] if case else _random_case(lengths or LENGTHS, **said)
     chosen = small(chosen) if identify and case else chosen
     if any(rare) and isinstance(chosen, SparseCase):
         raise click.UsageError("block-sparse attention has no --softcap, --sinks or --seqused")
@@ -189,7 +180,7 @@ def dump_command(
             judged = load(candidate, framework or default_framework())
             chosen = judged.fit(chosen)
         question = question_of(chosen, seed, clean=identify or bool(lengths))
-        said = {"identify": question.batch} if identify else {}
+        about = {"identify": question.batch} if identify else {}
         question = packed(question) if identify else question
         question = replace(question, out=None, lse=None)
         answers = reference_answers(question)
@@ -203,7 +194,7 @@ def dump_command(
     except Exception as error:  # whatever a candidate throws
         raise click.ClickException(f"{whose} raises {type(error).__name__}: {error}") from error
     path = file or Path(f"{chosen}.npz")
-    dump(path, question, answers, **said)
+    dump(path, question, answers, **about)
     click.echo(f"{path}: {sizes_of(question)}")
     click.echo(f"results of {whose}: {', '.join(answers)}")
 

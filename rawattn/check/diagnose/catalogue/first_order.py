@@ -26,9 +26,9 @@ LSES: tuple[tuple[str, str, Callable[[Floats, Floats], Floats]], ...] = (  # of 
     ("lse-without-max", "", lambda L, top: L - top),
 )
 SLOPE = "softcap-slope-omitted"
-CURVES: dict[str, Callable[[Floats, float], Floats]] = {  # of S and its cap, for 1 - tanh^2
-    "1 - tanh": lambda S, cap: 1 - S / cap,
-    "1 - S^2, of the capped score,": lambda S, cap: 1 - S**2,
+CURVES: dict[str, Callable[..., tuple[Floats, ...]]] = {  # of S, its slope, the bend, and the cap
+    "1 - tanh": lambda S, slope, bend, cap: (S, 1 - S / cap, bend),
+    "1 - S^2, of the capped score,": lambda S, slope, bend, cap: (S, 1 - S**2, bend),
 }
 
 
@@ -44,8 +44,9 @@ def bugs(question: Question) -> Iterator[Bug]:
     if dead(question).any():
         yield Bug("dead-rows", "NaN", FIRST, store=partial(spoilt, dead))
         L: Step = lambda c: np.where(np.isneginf(c.L), np.log(c.S.shape[2]), c.L)  # noqa: E731
-        steps = {"S": _zero_dead, "bP": with_values("bP", L=L)}
-        yield Bug("dead-rows", "mean of v", FIRST, steps=steps)
+        # scores of -1e30, say, for all keys of a row: equal, and so is their softmax
+        S: Step = lambda c: np.where((c.W > 0).any(axis=2, keepdims=True), STEPS["S"](c), 0.0)  # noqa: E731
+        yield Bug("dead-rows", "mean of v", FIRST, steps={"S": S, "bP": with_values("bP", L=L)})
 
 
 def _of_options(question: Question) -> Iterator[Bug]:
@@ -56,8 +57,8 @@ def _of_options(question: Question) -> Iterator[Bug]:
         twice = {"tdY": with_values("tdY", tY=lambda c: c.E)}
         yield Bug(SLOPE, "the bend times E, the slope twice", SECOND, steps=twice)
         for words, of in CURVES.items():
-            steps = {"cap": partial(_sloped, of)}
-            yield Bug(SLOPE, f"{words} in its place", SECOND + JVP, steps=steps)
+            other = {"cap": lambda c, of=of: of(*STEPS["cap"](c), c.question.softcap)}
+            yield Bug(SLOPE, f"{words} in its place", SECOND + JVP, steps=other)
     if question.sinks is not None:
         none = with_values("softmax", sink=lambda c: None)
         L, P, P0 = (lambda c: none(c)[0]), (lambda c: none(c)[1]), {"P0": lambda c: 0.0}
@@ -70,28 +71,19 @@ def _of_options(question: Question) -> Iterator[Bug]:
         yield from _other_sinks(question)
 
 
-def _sloped(of: Callable[[Floats, float], Floats], c: Context) -> tuple[Floats, ...]:
-    value, _, bend = STEPS["cap"](c)
-    return value, of(value, c.question.softcap), bend
-
-
 def _other_sinks(question: Question) -> Iterator[Bug]:
     sinks, h = np.asarray(question.sinks, dtype=np.float64), np.arange(question.num_heads_q)
-    raised: Step = lambda c: c.sink + c.S.max(axis=-1, initial=-np.inf)  # noqa: E731
+    raised = with_values("softmax", sink=lambda c: c.sink + c.S.max(axis=-1, initial=-np.inf))
     text = "exp(sink), not relative to the maximum"
-    yield Bug("sinks-misplaced", text, FORWARD, steps=with_sink(raised))
+    yield Bug("sinks-misplaced", text, FORWARD, steps={"softmax": raised})
     found = {"exp(softmax_scale sink)": (question.scale, h), "exp(ln 2 sink)": (1 / LOG2_E, h)}
     of_heads = maps.other_heads(h, len(h), question.group)
     found |= {f"that of {words}": (1.0, heads) for words, heads in of_heads.items()}
     for words, (times, heads) in found.items():
         if (times * sinks[heads] != sinks).any():
             sink = partial(_of_heads, times, heads)  # of any problem's sinks
-            steps = with_sink(sink) | {"P0": with_values("P0", sink=sink)}
+            steps = {name: with_values(name, sink=sink) for name in ("softmax", "P0")}
             yield Bug("sinks-misplaced", words, ("forward", "jvp"), steps=steps)
-
-
-def with_sink(sink: Step) -> dict[str, Step]:
-    return {"softmax": with_values("softmax", sink=sink)}
 
 
 def _of_heads(times: float, heads: np.ndarray, c: Context) -> Floats:
@@ -121,11 +113,9 @@ def _by_remainder(question: Question, views: tuple[View, ...]) -> Sequence[View]
     """Query head h with key/value head h % num_heads_kv."""
 
     def one(view: View, i: int) -> View:
-        own, heads = slice(i, i + 1), view.heads[i : i + 1]
-        weight = view.weight[own] if len(view.weight) > 1 else view.weight
-        slot, selections = (None if x is None else x[own] for x in (view.slot, view.selections))
-        found = replace(view, heads=heads, head_kv=int(heads[0]) % question.num_heads_kv)
-        return replace(found, weight=weight, slot=slot, selections=selections)
+        given = {x: getattr(view, x) for x in ("heads", "weight", "slot", "selections")}
+        own = {n: x[i : i + 1] for n, x in given.items() if x is not None and len(x) > 1}
+        return replace(view, **own, head_kv=int(view.heads[i]) % question.num_heads_kv)
 
     return [one(view, i) for view in views for i in range(len(view.heads))]
 
@@ -156,18 +146,13 @@ def _of_scores(question: Question) -> Iterator[Bug]:
     undivided = {"O": lambda c: np.exp(c.S - row_max(c)[..., None]) @ c.V}
     yield Bug("not-normalised", "", FORWARD, steps=undivided)
     yield Bug("no-max-subtraction", "in float32", FORWARD, steps={"softmax": _plain_exp})
-    products: dict[str, tuple[tuple[str, str, str], ...]] = {
-        "Q K^T": (("Y", "Q", "K"),),
-        "dO V^T": (("dP", "dO", "V"),),
-    }
-    products["Q K^T and dO V^T"] = products["Q K^T"] + products["dO V^T"]
+    products = {"Q K^T": "Y Q K", "dO V^T": "dP dO V", "Q K^T and dO V^T": "Y Q K, dP dO V"}
     width = min(question.q.shape[2], question.v.shape[2])
     sizes = {x.shape[2] // deep * deep for x in (question.q, question.v) for deep in (16, 32, 64)}
     for columns, (words, some) in product({width, *sizes} - {0}, products.items()):
-        steps = {
-            step: with_values(step, **{x: partial(_columns, x, columns) for x in operands})
-            for step, *operands in some
-        }
+        reads = [one.split() for one in some.split(", ")]
+        cut = {x: partial(_columns, x, columns) for _, *operands in reads for x in operands}
+        steps = {step: with_values(step, **{x: cut[x] for x in of}) for step, *of in reads}
         stages = FIRST if "Q" in words else BACKWARD
         yield Bug("head-dim-tail", f"{words} of the first {columns}", stages, steps=steps)
     for columns in sizes - {0}:
@@ -197,8 +182,3 @@ def _first(columns: int, question: Question, answers: Answers) -> Answers:
     """Those columns, and nothing for the others."""
     of = {name: x for name, x in answers.items() if x.ndim == 3 and name not in OF_SLOTS}
     return answers | {n: np.where(np.arange(x.shape[2]) < columns, x, 0.0) for n, x in of.items()}
-
-
-def _zero_dead(c: Context) -> Floats:
-    """Scores of -1e30, say, for all keys of a row: equal, and so is their softmax."""
-    return np.where((c.W > 0).any(axis=2, keepdims=True), STEPS["S"](c), 0.0)

@@ -194,8 +194,7 @@ def _operands(question: Question, stage: str, wrong: Names, right: Names, b: int
     for step, (product, operands, results) in PRODUCTS.items():
         if results & right or not results & wrong:
             continue
-        own_rows = OF_ROWS.get(step, "").split()
-        for operand in (x for x in operands if x not in own_rows):
+        for operand in (x for x in operands if x not in OF_ROWS.get(step, "").split()):
             text, of = f"{word(operand, stage)} in {product}", (ARRAYS | NUMBERS).get(operand, "")
             of_keys = maps.heads_of_keys(question) if of in OF_KEYS else ()
             found = [*of_rows, *of_keys, *(of_arrays if of else ())]

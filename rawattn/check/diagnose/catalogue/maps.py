@@ -47,8 +47,7 @@ class Geometry:
 
     @cached_property
     def everywhere(self) -> At:
-        t, h, j = np.ogrid[tuple(slice(size) for size in self.shape)]
-        return At(t, h, j)
+        return At(*np.ogrid[tuple(slice(size) for size in self.shape)])
 
     @property
     def b(self) -> Ints:
@@ -171,10 +170,6 @@ HEADS: dict[str, Callable[[Ints, int, int], Ints]] = {  # head h of so many, a g
 }
 
 
-def _rows(index: Callable[[Ints, int, Ints], Ints], by: int, g: Geometry) -> At:
-    return g.everywhere._replace(t=g.row.start + index(g.row.i, by, g.row.n))
-
-
 def _from(origin: Origin, g: Geometry, clamped: bool = False) -> At:
     t = origin(g)[g.row.b] + g.row.i
     return g.everywhere._replace(t=np.minimum(t, g.shape[0] - 1) if clamped else t)
@@ -192,20 +187,21 @@ def rows(question: Question, least: int = 1) -> Iterator[Map]:
 
 
 def of_rows(words: str, by: int) -> Map:
-    return Map("rows", words.format(by), partial(_rows, ROWS[words], by))
+    def index(g: Geometry) -> At:
+        return g.everywhere._replace(t=g.row.start + ROWS[words](g.row.i, by, g.row.n))
+
+    return Map("rows", words.format(by), index)
 
 
 def sequences(question: Question, clamped: bool = False) -> Iterator[Map]:
     """The same row of another sequence, or counted from another place, which is not the same.
     clamped: past the end of all there is the last row."""
-    found = ORIGINS | {
-        f"the offset of {x}": lambda g, o=o: g.offsets[o(g)] for x, o in OTHERS.items()
-    }
+    of = ORIGINS | {f"the offset of {x}": lambda g, o=o: g.offsets[o(g)] for x, o in OTHERS.items()}
     sizes = TILES if not question.sparse else (*TILES, question.block_size)
     for (words, of_tile), t in itertools.product(OF_TILES.items(), sizes):
-        found[words.format(t)] = partial(of_tile, t)
+        of[words.format(t)] = partial(of_tile, t)
     sides = [geometry(question, name) for name in "qk"] if question.batch > 1 else []
-    for words, origin in found.items():
+    for words, origin in of.items():
         if any((origin(g) != g.offsets[:-1]).any() for g in sides):
             yield Map("sequences", words, partial(_from, origin, clamped=clamped))
     if any((g.others != g.offsets).any() for g in sides):
@@ -328,8 +324,7 @@ def packed(question: Question) -> Iterator[Map]:
 
 def _packed(of: Packed, tile: int, g: Geometry) -> At:
     first, h = g.row.i // tile * tile, g.everywhere.h % g.group
-    count = np.clip(g.row.n - first, 1, tile)
-    i, head = of(g.row.i - first, h, count, g.group)
+    i, head = of(g.row.i - first, h, np.clip(g.row.n - first, 1, tile), g.group)
     return g.everywhere._replace(t=g.row.start + first + i, h=g.everywhere.h - h + head)
 
 

@@ -97,12 +97,11 @@ def masks(question: Question) -> Iterator[Bug]:
         if question.mask_window != (-1, -1):
             text = "the diagonal ends at the last of all keys"
             yield Bug("seqused-ignored", text, see=each(_at_all_keys))
-    for name, form, window in windows(question):
-        yield Bug(name, form, FIRST, window.see)
-    for form, window in unmasked(question):
-        for words, own in (("exp(S - lse)", {}), ("softmax", OWN_P)):
-            text = f"{form}, {words}"
-            yield Bug("mask-missing-in-backward", text, ("backward",), window.see, own)
+    yield from (Bug(name, form, FIRST, window.see) for name, form, window in windows(question))
+    ways = {"exp(S - lse)": {}, "softmax": OWN_P}
+    for (form, window), (words, own) in product(unmasked(question), ways.items()):
+        text = f"{form}, {words}"
+        yield Bug("mask-missing-in-backward", text, ("backward",), window.see, own)
 
 
 def _used(more: int, question: Question, views: tuple[View, ...]) -> Sequence[View]:

@@ -27,45 +27,21 @@ Taken = Callable[["Parts"], tuple[Floats, float]]
 Weights = Callable[["Parts"], Floats]  # (parts, heads, n)
 
 
-class Parts(NamedTuple):
-    """Of every part its maximum, -inf where nothing is seen, (parts, heads, n); and its sums."""
+class Parts:
+    """Of every part its maximum, -inf where nothing is seen, (parts, heads, n); its sums (parts,
+    heads, n, columns); and the results of each alone. top: the maximum of all, 0 for none."""
 
-    tops: Floats
-    sums: dict[str, Floats]  # (parts, heads, n, columns)
-
-    @property
-    def row_sums(self) -> Floats:
-        return self.sums["row_sum"][..., 0]
-
-    @property
-    def lses(self) -> Floats:
-        return np.asarray(self.tops + np.log(self.row_sums))
-
-    @property
-    def outs(self) -> Floats:
-        """Each divided by its own row sum, (parts, heads, n, columns)."""
-        return self._divided("out")
-
-    @property
-    def es(self) -> Floats:
-        return self._divided("e")[..., 0]
-
-    @property
-    def touts(self) -> Floats:
-        """The tangents of ``outs``."""
-        whole = self._divided("tout") + self._divided("ptv")
-        return np.asarray(whole - self.es[..., None] * self.outs)
-
-    def _divided(self, name: str) -> Floats:
-        total = np.where(self.row_sums == 0, 1.0, self.row_sums)
-        return np.asarray(self.sums[name] / total[..., None])
+    def __init__(self, tops: Floats, sums: dict[str, Floats]) -> None:
+        self.tops, self.sums, self.row_sums = tops, sums, sums["row_sum"][..., 0]
+        self.top = _finite(tops.max(axis=0))
+        self.outs, self.lses, self.es, self.touts = divided(tops, sums)
 
     def with_out(self, sums: Floats) -> "Parts":
-        return self._replace(sums=self.sums | {"out": sums})
+        return Parts(self.tops, self.sums | {"out": sums})
 
 
 class Results(NamedTuple):
-    """What an attention kernel makes of its parts; the last two are tangents."""
+    """What an attention kernel makes of its parts; the last two are tangents, 0 where not asked."""
 
     out: Floats
     lse: Floats
@@ -94,7 +70,7 @@ def _cut(keys: Keys, step: int, c: Context) -> list[np.ndarray]:
 def tiles(question: Question) -> dict[str, Cut]:
     """Tiles of a loop over the keys, from the first on and from the last, or over blocks."""
     if question.sparse:
-        return walks.tiles()
+        return {**walks.TILES}
     sizes = [tile for tile in TILES if tile < max(question.lengths_k, default=0)]
     return {
         f"tile of {tile}{words}": partial(_cut, partial(_tiles, tile), step)
@@ -158,11 +134,6 @@ def _power(x: float) -> Way:
     return lambda f, r: (f**x, 1.0)
 
 
-def _lazily(least: float) -> Way:
-    """As if there were no small rises."""
-    return lambda f, r: (np.where(f > np.exp(-least), 1.0, f), 1.0)
-
-
 def _late(factors: Floats, _: Floats) -> tuple[Floats, float]:
     """By the factor of the step before, which is 0 for the first."""
     first, second = np.ones_like(factors[:1]), np.zeros_like(factors[1:2])
@@ -179,11 +150,15 @@ WAYS: dict[str, Way] = {  # f: factors; r: row sums
     "by exp2 of natural units": _power(LN_2),
     "by exp of units of base 2": _power(1 / LN_2),
     "of the last tile alone": lambda f, r: (0.0, 1.0),
-    "without the first rescale after a tile's own": lambda f, r: (f, 1 / _next(f)),
+    "without the first rescale after a tile's own": lambda f, r: (
+        f,
+        1 / np.append(np.where(f[1:] > 0, f[1:], 1.0), np.ones_like(f[:1]), axis=0),
+    ),
     "divided by the row sum at every tile": lambda f, r: (f / r, 1 / r),
 }
 for least, (units, of) in product((1, 2, 4, 8), {"": 1.0, " in base 2": LN_2}.items()):
-    WAYS[f"not rescaled where it rises by less than {least}{units}"] = _lazily(least * of)
+    text, small = f"not rescaled where it rises by less than {least}{units}", np.exp(-least * of)
+    WAYS[text] = partial(lambda small, f, r: (np.where(f > small, 1.0, f), 1.0), small)
 
 
 def ways(question: Question) -> dict[str, Way]:
@@ -193,19 +168,13 @@ def ways(question: Question) -> dict[str, Way]:
     return WAYS | {f"{text} of scores without softmax_scale": way for text, way in more.items()}
 
 
-def _next(factors: Floats) -> Floats:
-    """The factors of the tiles behind, where there is something to rescale."""
-    behind = np.append(factors[1:], np.ones_like(factors[:1]), axis=0)
-    return np.where(behind > 0, behind, 1.0)
-
-
 RIGHTLY = _power(1)
 
 
 def rescaled(parts: Parts, wrong: Sequence[str], way: Way) -> Results:
     """Tile after tile, the ``wrong`` sums rescaled in another way."""
     sums, others = totals(parts, RIGHTLY), totals(parts, way)
-    return divided(parts, sums | {name: others[name] for name in wrong})
+    return divided(parts.top, sums | {name: others[name] for name in wrong})
 
 
 def totals(parts: Parts, way: Way) -> dict[str, Floats]:
@@ -222,10 +191,10 @@ def totals(parts: Parts, way: Way) -> dict[str, Floats]:
     return {name: (weights * x).sum(axis=0) for name, x in parts.sums.items()}
 
 
-def divided(parts: Parts, sums: Mapping[str, Floats]) -> Results:
+def divided(top: Floats, sums: Mapping[str, Floats]) -> Results:
+    """Of sums against this maximum the results."""
     total = np.where(sums["row_sum"] == 0, 1.0, sums["row_sum"])
-    out = sums["out"] / total
-    lse = np.log(sums["row_sum"][..., 0]) + _finite(parts.tops.max(axis=0))
+    out, lse = sums["out"] / total, np.log(sums["row_sum"][..., 0]) + top
     if "e" not in sums:
         return Results(out, lse, np.zeros_like(lse), np.zeros_like(out))
     e = sums["e"] / total
@@ -276,10 +245,10 @@ UNGUARDED = "an lse of 0 for a part without keys, of rows without any too"
 # what the results of parts are multiplied by
 WEIGHTS: dict[str, Weights] = {text: partial(_shares, taken) for text, taken in TAKEN.items()} | {
     "their own sums, beside their own maxima, over the row sum of all": lambda p: (
-        p.row_sums * _exp(_finite(p.tops.max(axis=0)) - _whole(TAKEN[RIGHT], p))
+        p.row_sums * _exp(p.top - _whole(TAKEN[RIGHT], p))
     ),
     "one by one, beside an lse that holds the part already": _updated,
-    SUMMED: lambda p: p.row_sums * _exp(p.tops - _finite(p.tops.max(0))) / p.row_sums.sum(0),
+    SUMMED: lambda p: p.row_sums * _exp(p.tops - p.top) / p.row_sums.sum(axis=0),
     "exp2 of natural units, less the right lse of all": lambda p: _exp(
         LN_2 * (p.lses - _finite(_whole(TAKEN[RIGHT], p)))
     ),
@@ -290,7 +259,7 @@ WEIGHTS: dict[str, Weights] = {text: partial(_shares, taken) for text, taken in 
 }
 LSES: dict[str, Callable[[Parts], Floats]] = {
     **{text: partial(_whole, taken) for text, taken in TAKEN.items()},
-    SUMMED: lambda p: np.log(p.row_sums.sum(axis=0)) + _finite(p.tops.max(axis=0)),
+    SUMMED: lambda p: np.log(p.row_sums.sum(axis=0)) + p.top,
     UNGUARDED: partial(_whole, TAKEN["an lse of 0 for a part without keys"]),
     "the largest of the parts": lambda p: p.lses.max(axis=0),
     "of the first part alone": lambda p: p.lses[0],

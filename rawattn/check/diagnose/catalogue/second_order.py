@@ -10,8 +10,8 @@ from typing import NamedTuple
 
 import numpy as np
 
-from rawattn.check.diagnose.engine.attention import Bug, Same, solve
-from rawattn.check.diagnose.engine.question import Answers, Question
+from rawattn.check.diagnose.engine.attention import Bug, solve
+from rawattn.check.diagnose.engine.question import Question
 from rawattn.check.diagnose.engine.steps import STEPS, Context, Floats, Step, changed, row_max, sunk
 
 SECOND, JVP = ("second",), ("jvp",)
@@ -83,6 +83,7 @@ def _through_P(softmax: bool, c: Context) -> Floats:
     return np.asarray(c.r(c.P * (of_P - mean)))
 
 
+RIGHT_ROWS = lru_cache(maxsize=4)(partial(solve, stage="second"))
 NO_P: Step = multiple("P", 0.0)
 NO_ROWS: Step = lambda c: np.zeros(c.S.shape[:2])  # noqa: E731
 UNDIVIDED: dict[str, Step] = {"P0": sunk(lambda c: np.exp(c.sink - np.maximum(row_max(c), c.sink)))}
@@ -119,8 +120,7 @@ class Term(NamedTuple):
 def terms(question: Question, stage: str) -> Iterator[Term]:
     """What the results of a stage are sums of, one time each."""
     second, factor, sign = stage == "second", "constant-factor", "lse-gradient-sign"
-    where = lacking(question)
-    none = factor if stage == "backward" else DROPPED
+    where, none = lacking(question), factor if stage == "backward" else DROPPED
     for text, made in RESULTS[stage].items() if stage != "jvp" or not where else ():
         yield Term(text, partial(_made, made), none, factor, f"{text} = 0{where}")
     if stage != "jvp":
@@ -194,23 +194,14 @@ def _with_bend(factor: float) -> dict[str, Step]:
 def of_one_pass(bug: Bug, first: bool = False) -> Bug:
     """A bug of one pass of a double backward, the ``first`` (ddout, ddlse, e, W) or the second."""
 
-    @lru_cache(maxsize=2)
-    def wrong(question: Question, given: Same | None) -> Answers:
-        return solve(question, "second", bug, given=given)
-
-    passed = wrong if first else _right_rows
+    passed = lru_cache(maxsize=2)(partial(solve, stage="second", bug=bug)) if first else RIGHT_ROWS
 
     def of_rows(c: Context, name: str) -> Floats:
-        x, (rows, heads) = passed(c.question, c.given)[name], (c.view.rows, c.view.heads[:, None])
-        return np.asarray(x[heads, rows] if name == "ddlse" else x[rows, heads])
+        x, rows, heads = passed(c.question, given=c.given), c.view.rows, c.view.heads[:, None]
+        return np.asarray(x[name][heads, rows] if name == "ddlse" else x[name][rows, heads])
 
     steps = {"e": partial(of_rows, name="ddlse"), "tO": partial(of_rows, name="ddout")}
     form = f"{bug.variant}, in the {'first' if first else 'second'} pass alone".removeprefix(", ")
     alike = None if bug.alike is None else (first, bug.alike)
     see, others = (None, {}) if first else (bug.see, bug.steps)
     return Bug(bug.name, form, SECOND, see, {**others, **steps}, alike=alike)
-
-
-@lru_cache(maxsize=4)
-def _right_rows(question: Question, given: Same | None) -> Answers:
-    return solve(question, "second", given=given)

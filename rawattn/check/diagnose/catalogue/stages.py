@@ -22,12 +22,12 @@ TAILS = {"count as its own": False, "are stored as its own, the last sequence fi
 # of the tiles of each loop by step, their size, and how many rows there are: rows (steps, size)
 Loops = Callable[[list[Ints], int, int], list[Ints]]
 Which = Callable[[Ints], Ints]  # of the tiles of all steps, those that are taken
+Taken = list[tuple[Ints, Ints]]  # rows of a loop, and which ones of the other side are in it
 
 
 class Ring(NamedTuple):
     """Tile x is loaded into stage x % stages, ``early`` steps before it is due, and read ``ahead``
-    of it, but by a last step behind the loop that is ``drained`` rightly; the ``lacking`` step of a
-    loop of several loads nothing."""
+    of it, a last step that is ``drained`` apart; the ``lacking`` step of several loads nothing."""
 
     stages: int = 2
     ahead: int = 0
@@ -118,8 +118,7 @@ def _of_sequences(question: Question) -> Iterator[Bug]:
     """Keys of another sequence, all of them, which gradients go to; rows of q behind a sequence."""
     for words, other in maps.OTHERS.items():
         of = np.minimum(other(maps.geometry(question, "k")), question.batch - 1)
-        form = f"the keys are those of {words}"
-        yield Bug("offsets-shifted", form, FIRST, each(_keys_of, of))
+        yield Bug("offsets-shifted", f"the keys are those of {words}", FIRST, each(_keys_of, of))
     for tile, (words, stored) in product(TILES, TAILS.items()):
         text = f"behind a sequence, up to the end of its last tile of {tile}, {words}"
         # a store that moves nothing: then all sequences are asked, of which others store rows
@@ -138,8 +137,7 @@ def _keys_of(of: Ints, question: Question, view: View) -> View:
 def _owned(tile: int, stored: bool, question: Question, view: View) -> View:
     """A view with the rest of its last tile, which, ``stored``, overwrites the sequence behind."""
     starts, lengths = np.asarray(question.cu_seqlens_q)[:-1], np.array(question.lengths_q)
-    stops = np.minimum(starts + -(-lengths // tile) * tile, len(question.q))
-    b = view.sequence
+    stops, b = np.minimum(starts + -(-lengths // tile) * tile, len(question.q)), view.sequence
     before = stops[:b].max(initial=0) if stored else 0  # those of sequences before stay theirs
     rows = np.arange(max(starts[b], before), stops[b])
     return Window(*bounds(question)).of(question, replace(view, rows=rows))
@@ -171,13 +169,11 @@ def _of_loops(question: Question, stage: str, wrong: set[str], b: int) -> Iterat
                 yield Bug("stale-tile", form, (stage,), steps=steps, alike=(*reads, rows_of))
 
 
-def _loop(
-    over: str, tile: int, outer: int, down: bool, which: Loops, seen: Ints
-) -> list[tuple[Ints, Ints]]:
+def _loop(over: str, tile: int, outer: int, down: bool, which: Loops, seen: Ints) -> Taken:
     """For every tile of ``outer`` on the other side which rows the loop ``over`` keys or queries
     takes, and which ones of the other side are in it; of those that take the same once."""
     seen = seen if over == "keys" else seen.T
-    row, found = np.arange(seen.shape[1]), list[tuple[Ints, Ints]]()
+    row, found = np.arange(seen.shape[1]), Taken()
     outers = np.split(np.arange(len(seen)), range(outer, len(seen), outer))
     loops = [np.unique(row[seen[of].any(axis=0)] // tile)[:: -1 if down else 1] for of in outers]
     for here, tiles, of_steps in zip(outers, loops, which(loops, tile, len(row)), strict=True):
@@ -193,17 +189,14 @@ def _loop(
     return [(np.where(rows < 0, row, rows), of) for rows, of in found]
 
 
-def _staged(
-    loop: Callable[[Ints], list[tuple[Ints, Ints]]], over: str, step: str, operand: str, c: Context
-) -> Floats:
-    """``step`` with the rows of ``operand`` that a ``loop`` over keys or queries takes."""
+def _staged(loop: Callable[[Ints], Taken], over: str, step: str, x: str, c: Context) -> Floats:
+    """``step`` with the rows of an operand that a ``loop`` over keys or queries takes."""
     of_pairs = over == "queries" and step in OF_PAIRS
-    found, axis = np.array(STEPS[step](c)), -1 if operand in ("L", "D", "w") else -2
+    found, axis = np.array(STEPS[step](c)), -1 if x in ("L", "D", "w") else -2
     for rows, here in loop((c.W > 0).any(axis=0)):
-        tile = inputs.taken(getattr(c, operand), rows, axis, np.inf if operand == "L" else 0.0)
-        if operand == "L":
+        tile = inputs.taken(getattr(c, x), rows, axis, np.inf if x == "L" else 0.0)
+        if x == "L":
             tile[..., rows == ALL] = 0.0
-        x = STEPS[step](changed(c, **{operand: tile}))
         at = (slice(None), slice(None), here) if of_pairs else (slice(None), here)
-        found[at] = x[at]
+        found[at] = STEPS[step](changed(c, **{x: tile}))[at]
     return found

@@ -44,7 +44,8 @@ def of_splits(question: Question) -> Iterator[Bug]:
     """A forward pass in parts of the keys, which overlap, or have masks of their own."""
     for at, keys in parts_of_keys(question).items():
         form = f"the first key behind each part counts twice: {at}"
-        yield Bug("tile-counted-twice", form, FORWARD, each(_twice_at_edges, keys))
+        edges = partial(lambda keys, i, j, n, m, t: np.diff(_starts(keys, m), prepend=0) > 0, keys)
+        yield Bug("tile-counted-twice", form, FORWARD, each(_often, edges, 0, 2.0))
         if question.mask_window != (-1, -1):
             form = f"the mask counts keys from the start of each part: {at}"
             yield Bug("wrong-keys", form, FORWARD, each(_from_start, keys))
@@ -54,15 +55,9 @@ def of_splits(question: Question) -> Iterator[Bug]:
         yield Bug("tile-skipped", f"{form} for all of a tile of {rows} queries", FORWARD, see)
 
 
-def _starts(keys: Keys, view: View) -> np.ndarray:
-    """Of every key where its part starts."""
-    parts = [np.full(len(part), part[:1]) for part in keys(len(view.keys))]
-    return np.concatenate([np.arange(0), *parts])
-
-
-def _twice_at_edges(keys: Keys, question: Question, view: View) -> View:
-    there = np.diff(_starts(keys, view), prepend=0) > 0
-    return replace(view, weight=view.weight * np.where(there, 2.0, 1.0))
+def _starts(keys: Keys, m: int) -> np.ndarray:
+    """Of every one of so many keys where its part starts."""
+    return np.concatenate([np.arange(0), *[np.full(len(part), part[:1]) for part in keys(m)]])
 
 
 def _until_masked(tile: int, rows: int, question: Question, view: View) -> View:
@@ -76,7 +71,7 @@ def _until_masked(tile: int, rows: int, question: Question, view: View) -> View:
 
 
 def _from_start(keys: Keys, question: Question, view: View) -> View:
-    distance = distances(question, view) - _starts(keys, view)
+    distance = distances(question, view) - _starts(keys, len(view.keys))
     seen = Window(*bounds(question)).holds(distance, distance)
     return replace(view, weight=seen[None].astype(np.float64))
 
@@ -84,8 +79,7 @@ def _from_start(keys: Keys, question: Question, view: View) -> View:
 def _often(part: Part, tile: int, factor: float, question: Question, view: View) -> View:
     n, m = len(view.rows), len(view.keys)
     i, j = np.ogrid[:n, :m]
-    there = part(i, j, n, m, tile)
-    return replace(view, weight=view.weight * np.where(there, factor, 1.0))
+    return replace(view, weight=view.weight * np.where(part(i, j, n, m, tile), factor, 1.0))
 
 
 # how often a tile of a loop counts, by its place from one end, and from the other

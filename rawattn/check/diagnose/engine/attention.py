@@ -19,11 +19,7 @@ from rawattn.reference.dense import allowed
 
 __all__ = ["STEPS", "Context", "Floats", "Step", "changed"]  # too
 
-
-def exact(x: Floats) -> Floats:
-    return x
-
-
+exact: Callable[[Floats], Floats] = lambda x: x  # noqa: E731
 TILES = (8, 16, 32, 64, 128)
 FIRST = ("forward", "backward")
 BACKWARD = ("backward",)
@@ -161,8 +157,7 @@ def sequences(question: Question) -> Iterator[tuple[int, np.ndarray, np.ndarray]
 
 def run_steps(c: Context, names: Sequence[str], bug: Bug) -> None:
     for name in names:
-        step = bug.steps.get(name, STEPS[name])
-        setattr(c, "P" if name == "bP" else name, step(c))
+        setattr(c, "P" if name == "bP" else name, bug.steps.get(name, STEPS[name])(c))
 
 
 def solve(
@@ -272,8 +267,7 @@ def _context(asked: Pass, view: View) -> Context:
 
     def of_k(x: Floats | None, like: Floats) -> Floats:
         """Rows of keys that somebody sees; the others may hold anything."""
-        found = np.zeros((len(view.keys), like.shape[2]))
-        there = seen & (view.keys >= 0)
+        found, there = np.zeros((len(view.keys), like.shape[2])), seen & (view.keys >= 0)
         if x is not None:
             found[there] = x[view.keys[there], view.head_kv]
         return rounding.entry(found)
@@ -328,8 +322,7 @@ def _store(array: Floats, name: str, x: Floats, c: Context) -> None:
 @lru_cache(maxsize=6)
 def deltas(question: Question, given: Same) -> Floats:
     """D of every row, of those too that no view has; 0 where there is no sequence."""
-    inside = question.sequence_of("q") >= 0
-    found = np.zeros(question.q.shape[1::-1])
+    inside, found = question.sequence_of("q") >= 0, np.zeros(question.q.shape[1::-1])
     dout, out = (np.asarray(x)[inside].astype(np.float64) for x in (question.dout, given[0]))
     with np.errstate(invalid="ignore", over="ignore"):
         found[:, inside] = (dout * out).sum(axis=-1).T

@@ -45,11 +45,6 @@ class Lists:
     def own_block(self) -> Ints:
         return np.asarray(np.where(self.place >= 0, self.place // self.size, -1))
 
-    @property
-    def whole(self) -> Ints:
-        """How many blocks of the sequence are full."""
-        return self.length // self.size
-
     @cached_property
     def blocks(self) -> Ints:
         return -(-self.length // self.size)
@@ -121,8 +116,7 @@ class Lists:
 
 def by_token(question: Question, of_sequences: Array | tuple[int, ...]) -> Ints:
     """(total_q, 1, 1) a number of the token's sequence."""
-    found = np.array([*of_sequences, 0])[question.sequence_of("q")]
-    return np.asarray(found[:, None, None])
+    return np.asarray(np.array([*of_sequences, 0])[question.sequence_of("q")][:, None, None])
 
 
 def before(block: Ints, there: Ints) -> Ints:

@@ -6,6 +6,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cached_property, lru_cache, partial
 from itertools import islice, product
+from typing import Any
 
 import numpy as np
 
@@ -16,6 +17,7 @@ from rawattn.reference.dense import capped
 from rawattn.reference.selection import ABSENT, OWN
 
 Array = np.ndarray
+Features = dict[str, Callable[[], Array]]
 TILES = (2, 4, 8, 16, 24, 32, 48, 64, 96, 128)
 SPLITS = (2, 3, 4)  # parts of a sequence
 LOOPS = (8, 16, 32, 64, 128)  # tiles of queries and of keys of which a loop's bounds may be made
@@ -34,7 +36,7 @@ BASIC = 8  # features, the first ones, that are tried beside those of heads
 PLACE = re.compile(r"\b[ip]\b")
 
 
-def of_tiles(at: str, x: Array, size: str, n: Array, t: int) -> dict[str, Callable[[], Array]]:
+def of_tiles(at: str, x: Array, size: str, n: Array, t: int) -> Features:
     """What an index ``at`` in a sequence of so many has by tiles of t."""
     return {
         f"{at} // {t}": lambda: x // t,
@@ -120,44 +122,34 @@ class Places:
         raise ValueError(f"there is no {name} here")
 
     @cached_property
-    def features(self) -> dict[str, Callable[[], Array]]:
+    def features(self) -> Features:
         """All features, the plainest first."""
         i, j, p, n, m = self.i, self.j, self.p, self.n, self.m
-        lengths, sequence = self.question.lengths_k, self.question.sequence_of("k")[None]
-        key, query = np.arange(j.shape[1])[None], self.query
-        of = "i" if self.aligned else "p"
-        found: dict[str, Callable[[], Array]] = {
-            f"j - {of}": lambda: j - p,
-            "j": lambda: j,
-            "seqlen_k - 1 - j": lambda: m - 1 - j,
-            "i": lambda: i,
-            "seqlen_q - 1 - i": lambda: n - 1 - i,
-        }
+        sequence, query = self.question.sequence_of("k")[None], self.query
+        key, of = np.arange(j.shape[1])[None], "i" if self.aligned else "p"
+        said = [f"j - {of}", "j", "seqlen_k - 1 - j", "i", "seqlen_q - 1 - i"]
         if not self.aligned:
-            found |= {"j - i": lambda: j - i, "p": lambda: p}
-            found["j - i + (seqlen_k - seqlen_q)"] = lambda: j - i + m - n
-            found |= {"j - seqlen_q": lambda: j - n, "i - seqlen_k": lambda: i - m}
-            longest = max(self.question.lengths_q)
             difference = "(the longest seqlen_k - the longest seqlen_q)"
-            of_longest = {"j - the longest seqlen_q": lambda: j - longest}
-            of_longest[f"j - i - {difference}"] = lambda: j - i - max(lengths) + longest
-            found = of_longest | found
-        found |= {
-            "seqlen_k": lambda: m,
-            "seqlen_q": lambda: n,
-            "the sequence": lambda: self.b,
-            "the key's sequence - the query's": lambda: sequence - self.b,
-        }
+            said = ["j - the longest seqlen_q", f"j - i - {difference}", *said, "j - i", "p"]
+            said += ["j - i + (seqlen_k - seqlen_q)", "j - seqlen_q", "i - seqlen_k"]
+        found = self._computed(*said, "seqlen_k", "seqlen_q")
+        found["the sequence"] = lambda: self.b
+        found["the key's sequence - the query's"] = lambda: sequence - self.b
         for t in TILES:
-            found |= self._of_tiles(t, of)
-        found |= {
-            "the row of the query in q": lambda: query,
-            "j - the longest seqlen_k": lambda: j - max(lengths),
-            "the row in k - the query's first row in q": lambda: key - (query - i),
-            f"the row in k - the query's first row in q - {of}": lambda: key - (query - i) - p,
-        }
+            found |= self._computed(f"j // {t} - {of} // {t}")
+            found |= of_tiles("j", j, "seqlen_k", m, t) | of_tiles("i", i, "seqlen_q", n, t)
+            found |= self._computed(f"(j - {of}) % {t}", f"(j - {of} // {t} * {t})")
+            behind = partial(lambda t: j - p + i - EDGES["last"](i, t, n), t)
+            found[f"(j - {of} of the last row of its tile of {t})"] = behind
+            found |= self._computed(f"(j // {t} * {t} - {of})")
+        found["the row of the query in q"] = lambda: query
+        found |= self._computed("j - the longest seqlen_k")
+        row = "the row in k - the query's first row in q"
+        found |= {row: lambda: key - query + i, f"{row} - {of}": lambda: key - query + i - p}
         for parts in SPLITS:
-            found |= self._of_parts(parts)
+            size, whole = f"ceil(seqlen_k / {parts})", f"j - seqlen_k // {parts} * {parts}"
+            found |= self._computed(f"j // {size}", f"j % {size}", whole)
+            found |= self._computed(f"i // ceil(seqlen_q / {parts})")
         if self.question.sparse:
             found = self._of_lists() | found | self._of_inverted()
         if self.question.group > 1:
@@ -165,14 +157,14 @@ class Places:
         return found if self.head is None else self._of_heads(self.head) | found
 
     @cached_property
-    def loops(self) -> dict[str, Callable[[], Array]]:
+    def loops(self) -> Features:
         """Bounds of loops over tiles of keys, as the first and the last row of a tile of queries
         have them, and of loops over tiles of queries as keys have them: tiles a pair is behind."""
         own = "i" if self.aligned else "p"
         (left, right), shift = self.question.mask_window, self.m - self.n
         sides = {"": 0, "window_left": -max(left, 0), "window_right": max(right, 0)}
         sides = {words: by for words, by in sides.items() if by or not words}
-        found: dict[str, Callable[[], Array]] = {}
+        found, behind = Features(), lambda x, row, shift, t: x // t - (row() + shift) // t
         for at, of, x, y, count, by in (
             ("j", {"i": 0 * shift, own: shift}, self.j, self.i, self.n, 1),
             ("i", {"j": 0 * shift, f"j - {own} + i": -shift}, self.i, self.j, self.m, -1),
@@ -183,7 +175,7 @@ class Places:
                     more = f" {'+' if by * width > 0 else '-'} {side}" if side else ""
                     name = f"{at} // {t} - ({words} of the {edge} row of its tile of {u}{more})"
                     row, moved = partial(EDGES[edge], y, u, count), start + by * width
-                    found[f"{name} // {t}"] = partial(_tiles_behind, x, row, moved, t)
+                    found[f"{name} // {t}"] = partial(behind, x, row, moved, t)
         q = self.question
         both = ("j - seqlen_k", self.j, q.lengths_k), ("i - seqlen_q", self.i, q.lengths_q)
         for (name, x, lengths), (words, of) in product(both, OTHERS.items()):
@@ -192,28 +184,20 @@ class Places:
                 whole = f", in whole tiles of {t}" * (t > 1)
                 found[f"{name} of {words}{whole}"] = partial(np.subtract, x, -(-stop // t) * t)
         for parts, t in product(SPLITS, LOOPS):
-            size = np.maximum(-(-self.m // (t * parts)), 1)
-            part = partial(np.floor_divide, self.j, size * t)
-            found[f"j // {t} // ceil(seqlen_k / {parts * t})"] = part
             each = f"ceil(seqlen_k / {t}) // {parts}"
-            for least, count in enumerate((each, f"max(1, {each})")):
-                whole = np.maximum(-(-self.m // t) // parts, least) * parts
-                found[f"j // {t} - {count} * {parts}"] = partial(np.subtract, self.j // t, whole)
+            counts = [f"j // {t} - {count} * {parts}" for count in (each, f"max(1, {each})")]
+            found |= self._computed(f"j // {t} // ceil(seqlen_k / {parts * t})", *counts)
         return found
 
-    def _of_tiles(self, t: int, of: str) -> dict[str, Callable[[], Array]]:
-        i, j, p, n, m, last = self.i, self.j, self.p, self.n, self.m, EDGES["last"]
-        return {
-            f"j // {t} - {of} // {t}": lambda: j // t - p // t,
-            **of_tiles("j", j, "seqlen_k", m, t),
-            **of_tiles("i", i, "seqlen_q", n, t),
-            f"(j - {of}) % {t}": lambda: (j - p) % t,
-            f"(j - {of} // {t} * {t})": lambda: j - p // t * t,
-            f"(j - {of} of the last row of its tile of {t})": lambda: j - p + i - last(i, t, n),
-            f"(j // {t} * {t} - {of})": lambda: j // t * t - p,
-        }
+    def _computed(self, *names: str) -> Features:
+        """Features whose names are formulas of indices and lengths; ceil gives 1 at least."""
+        sizes = {"seqlen_q": self.question.lengths_q, "seqlen_k": self.question.lengths_k}
+        known: dict[str, Any] = {f"longest_{x}": max(of, default=0) for x, of in sizes.items()}
+        known |= {"i": self.i, "j": self.j, "p": self.p, "seqlen_q": self.n, "seqlen_k": self.m}
+        known |= {"max": np.maximum, "ceil": lambda x: np.maximum(np.ceil(x), 1).astype(int)}
+        return {n: partial(eval, n.replace("the longest ", "longest_"), known) for n in names}
 
-    def _of_heads(self, h: int) -> dict[str, Callable[[], Array]]:
+    def _of_heads(self, h: int) -> Features:
         """What hangs on the query head h: rows packed with those of the other heads of a group."""
         i, j, n, g = self.i, self.j, self.n, self.question.group
         packed, row = f"(packed row {g} i + h % {g})", g * i + h % g
@@ -222,7 +206,7 @@ class Places:
             first, count = i // t * t, np.maximum(np.minimum(t, n - i // t * t), 1)
             name = f"{packed} of its tile of {t}, modulo its queries"
             rows[name] = first + (row - g * first) % count
-        found: dict[str, Callable[[], Array]] = {"h": lambda: h + 0 * i}
+        found: Features = {"h": lambda: h + 0 * i}
         found[f"h % {g}"] = lambda: h % g + 0 * i
         for name, at in rows.items():
             found[f"j - {name}"] = partial(np.subtract, j, at)
@@ -235,17 +219,7 @@ class Places:
         of_tiles = [name for name in self.features if BY_TILES.fullmatch(name)]
         return [*self._of_heads(0), *islice(self.features, BASIC), *of_tiles]
 
-    def _of_parts(self, parts: int) -> dict[str, Callable[[], Array]]:
-        """Of a sequence's keys in so many equal parts, the last one shorter, or what is left."""
-        j, m, size = self.j, self.m, np.maximum(-(-self.m // parts), 1)
-        return {
-            f"j // ceil(seqlen_k / {parts})": lambda: j // size,
-            f"j % ceil(seqlen_k / {parts})": lambda: j % size,
-            f"j - seqlen_k // {parts} * {parts}": lambda: j - m // parts * parts,
-            f"i // ceil(seqlen_q / {parts})": lambda: self.i // np.maximum(-(-self.n // parts), 1),
-        }
-
-    def _of_lists(self) -> dict[str, Callable[[], Array]]:
+    def _of_lists(self) -> Features:
         lists, j, size = lists_of(self.question), self.j, self.question.block_size
         of = lists.named, lists.is_block, lists.counted
         named, inside, counted = (x[:, self.selection] for x in of)
@@ -267,19 +241,15 @@ class Places:
             "the key's block": lambda: block,
         }
 
-    def _of_inverted(self) -> dict[str, Callable[[], Array]]:
+    def _of_inverted(self) -> Features:
         """Of the lists of queries that walk a block: the query's place in that of the key's."""
         walked = self.slots != ABSENT
         place = np.where(walked, np.cumsum(walked, axis=0) - 1, -1)
         count, at, size = walked.sum(axis=0), "its block's list of queries", "its length"
-        found: dict[str, Callable[[], Array]] = {f"the place in {at}": lambda: place}
+        found: Features = {f"the place in {at}": lambda: place}
         for t in LOOPS[:3]:
             found |= of_tiles(f"the place in {at}", place, size, count, t)
         return found
-
-
-def _tiles_behind(x: Array, row: Callable[[], Array], shift: Array, t: int) -> Array:
-    return np.asarray(x // t - (row() + shift) // t)
 
 
 @lru_cache(maxsize=8)
@@ -314,8 +284,7 @@ class Right:
 def _slots(q: Question) -> Array:
     """(num_heads_sel, total_q, total_k)."""
     heads, width = np.asarray(q.block_indices).shape[1:]
-    found = np.full((heads, len(q.q), len(q.k)), ABSENT)
-    lists = lists_of(q)
+    found, lists = np.full((heads, len(q.q), len(q.k)), ABSENT), lists_of(q)
     for b, rows, keys in sequences(q):
         _, entry, _ = lists.keys(b, np.arange(heads))
         behind = q.causal & (np.arange(len(keys)) // q.block_size > lists.own_block[rows, 0])

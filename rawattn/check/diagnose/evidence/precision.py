@@ -26,11 +26,7 @@ class Precision(NamedTuple):
 
 
 def to_dtype(dtype: type) -> Callable[[Floats], Floats]:
-    def r(x: Floats) -> Floats:
-        with np.errstate(all="ignore"):
-            return np.asarray(x).astype(dtype).astype(np.float64)
-
-    return r
+    return np.errstate(all="ignore")(lambda x: np.asarray(x).astype(dtype).astype(np.float64))
 
 
 def to_tf32(x: Floats, half: int = 0x1000) -> Floats:
@@ -183,9 +179,7 @@ def fit(
     summands = max((*question.lengths_q, *question.lengths_k, question.q.shape[2])) * question.group
     accumulator = np.finfo(np.float64 if factor < 1 else np.float32).eps
     floor = accumulator * math.sqrt(summands) * np.maximum(scale, went_in)
-    storage = eps_of(found) / 2
-    noise = np.sqrt(error**2 + typical**2 + floor**2 + (storage * size) ** 2)[rows]
+    noise = np.sqrt(error**2 + typical**2 + floor**2 + (eps_of(found) / 2 * size) ** 2)[rows]
     with np.errstate(over="ignore"):
         ratio = np.minimum(_row_rms(difference) / np.maximum(noise, smallest_of(found)), 1e150)
-    relative = relative_residual(a, b, rows)
-    return Fit(float(np.sqrt(np.mean(ratio**2))), float(ratio.max()), relative)
+    return Fit(float(np.sqrt(np.mean(ratio**2))), float(ratio.max()), relative_residual(a, b, rows))

@@ -2,9 +2,9 @@
 The set is found on one problem and must hold on a second one of other lengths."""
 
 import re
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from itertools import zip_longest
-from typing import NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -17,18 +17,7 @@ CHANCE = re.compile(r"seqlen_[qk]|the (sequence|row of).*|j - the (longest )?seq
 NUMBERS = re.compile(r"\d+")
 FEW = 6  # runs of a feature that may be intervals: what falls into more is told by another one
 PAIRS, MOST = 400, 4000  # rules of two that are made, of so many that are looked at
-
-
-class Places(Protocol):
-    """What has integer features: pairs of query and key, (total_q, total_k), or rows."""
-
-    @property
-    def j(self) -> Array: ...
-    @property
-    def features(self) -> Mapping[str, Callable[[], Array]]: ...
-    @property
-    def loops(self) -> Mapping[str, Callable[[], Array]]: ...
-    def feature(self, name: str) -> Array: ...
+Places = Any  # what has integer features: pairs of query and key, (total_q, total_k), or rows
 
 
 class Span(NamedTuple):

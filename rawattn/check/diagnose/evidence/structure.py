@@ -1,7 +1,7 @@
 """Where one side differs from the other: the pattern of the wrong rows, and of intermediates, each
 (num_heads_q, seqlen_q, seqlen_k), the first wrong step. E, tP, tdS: tangents of S, P and dS."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -9,7 +9,7 @@ import numpy as np
 
 from rawattn.check.diagnose.engine.attention import contexts, views_of
 from rawattn.check.diagnose.engine.question import OF_KEYS, OF_SLOTS, Answers, Question, side_of
-from rawattn.check.diagnose.evidence.places import TILES, of_tiles
+from rawattn.check.diagnose.evidence.places import TILES, Features, of_tiles
 from rawattn.check.diagnose.evidence.precision import finite, residual
 from rawattn.check.diagnose.evidence.rules import Shown, rules_of
 
@@ -92,11 +92,10 @@ class _Rows:
         made["the sequence"] = sequence[None]
         if heads == q.num_heads_q and q.group > 1:
             made[f"h % {q.group}"] = h % q.group
-        self.features: dict[str, Callable[[], Array]]
-        self.features = {name: partial(np.asarray, x) for name, x in made.items()}
+        self.features: Features = {name: partial(np.asarray, x) for name, x in made.items()}
         for t in TILES:
             self.features |= of_tiles(at, i, size, n, t)
-        self.loops = dict[str, Callable[[], Array]]()
+        self.loops = Features()
 
     def feature(self, name: str) -> Array:
         return self.features[name]()

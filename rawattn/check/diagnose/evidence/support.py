@@ -173,8 +173,7 @@ def pairs_of(question: Question, see: See) -> Array:
     found = np.zeros((question.num_heads_q, len(question.q), len(question.k)), dtype=bool)
     for view in see(question, views_of(question)):
         at = view.keys >= 0
-        here = np.ix_(view.heads, view.rows, view.keys[at])
-        found[here] |= view.weight[..., at] > 0
+        found[np.ix_(view.heads, view.rows, view.keys[at])] |= view.weight[..., at] > 0
     return found
 
 

@@ -2,6 +2,7 @@
 padding, heads first. Long by all that may be there."""
 
 import json
+import re
 import zipfile
 from collections.abc import Callable
 from dataclasses import fields
@@ -34,33 +35,27 @@ INTEGERS = (*LENGTHS, "block_indices", "block_counts", "seqused_k", "layout")
 GIVEN = {"out": "given out", "lse": "given lse"}  # fields of Question that share a result's name
 
 # Names in a file besides rawattn's own; upper and lower case and separators do not matter.
-ALIASES = {
-    **{"q": "query queries", "k": "key keys", "v": "value values"},
-    "cu_seqlens_q": "qo_indptr cu_seqlens_query cu_seqlens cu_seqlen indptr offsets",
-    "cu_seqlens_k": "kv_indptr cu_seqlens_key cu_seqlens_kv",
-    "lengths_q": "seqlens_q lengths seqlens seq_lengths",
-    "lengths_k": "seqlens_k lengths_kv seqlens_kv",
-    "dout": "do grad_out grad_output grad_o out_grad o_grad",
-    "dlse": "grad_lse lse_grad grad_softmax_lse grad_logsumexp dlogsumexp dsoftmax_lse",
-    **{f"t{x}": f"dd{x} {x}_tangent tangent_{x} grad_grad_{x} {x}_dot" for x in "qkv"},
-    **{"given out": "out_given passed_out", "given lse": "lse_given passed_lse"},
-    "block_indices": "selected_block_indices selected_blocks",
-    "block_counts": "selected_block_counts",
-    **{"block_scale": "sel_scale gate gates block_scales", "tblock_scale": "ddblock_scale"},
-    **{"causal": "is_causal", "window": "window_size"},
-    "softmax_scale": "scale sm_scale scaling attn_scale",
-    "softcap": "logits_soft_cap logit_cap",
-    "sinks": "sink attn_sink attn_sinks learnable_sink s_aux",
-    "seqused_k": "seqlens_used_k cache_seqlens",
-    **{"tsinks": "ddsinks", "dsinks": "grad_sinks sinks_grad dsink"},
-    **{"own": "include_own_block", "sliding": "window_of_sliding"},
-    "out": "o output attn_out attn_output attention_output",
-    "lse": "softmax_lse logsumexp log_sum_exp",
-    **{"sliding out": "sliding_window_out", "sliding lse": "sliding_window_lse"},
-    "delta": "dsum softmax_d",
-    **{"dq": "grad_q q_grad grad_query", "dk": "grad_k k_grad grad_key"},
-    **{"dv": "grad_v v_grad grad_value", "dblock_scale": "grad_block_scale block_scale_grad"},
-}
+TEXTS = """
+q: query queries; k: key keys; v: value values; delta: dsum softmax_d
+cu_seqlens_q: qo_indptr cu_seqlens_query cu_seqlens cu_seqlen indptr offsets
+cu_seqlens_k: kv_indptr cu_seqlens_key cu_seqlens_kv
+lengths_q: seqlens_q lengths seqlens seq_lengths; lengths_k: seqlens_k lengths_kv seqlens_kv
+dout: do grad_out grad_output grad_o out_grad o_grad
+dlse: grad_lse lse_grad grad_softmax_lse grad_logsumexp dlogsumexp dsoftmax_lse
+tq: ddq q_tangent tangent_q grad_grad_q q_dot; tk: ddk k_tangent tangent_k grad_grad_k k_dot
+tv: ddv v_tangent tangent_v grad_grad_v v_dot; tblock_scale: ddblock_scale; tsinks: ddsinks
+block_indices: selected_block_indices selected_blocks; block_counts: selected_block_counts
+block_scale: sel_scale gate gates block_scales; seqused_k: seqlens_used_k cache_seqlens
+causal: is_causal; window: window_size; softmax_scale: scale sm_scale scaling attn_scale
+softcap: logits_soft_cap logit_cap; sinks: sink attn_sink attn_sinks learnable_sink s_aux
+own: include_own_block; sliding: window_of_sliding; lse: softmax_lse logsumexp log_sum_exp
+out: o output attn_out attn_output attention_output; given out: out_given passed_out
+given lse: lse_given passed_lse
+sliding out: sliding_window_out; sliding lse: sliding_window_lse
+dq: grad_q q_grad grad_query; dk: grad_k k_grad grad_key; dv: grad_v v_grad grad_value
+dblock_scale: grad_block_scale block_scale_grad; dsinks: grad_sinks sinks_grad dsink
+"""
+ALIASES = dict(re.findall(r"(.+): (.+)", TEXTS.replace("; ", "\n")))
 OWN_NAMES = (*(f.name for f in fields(Question) if f.name not in GIVEN), *TENSORS, "layout")
 # They change what is computed into something that there is no reference for.
 FOREIGN = ("dropoutp", "dropout", "alibislopes", "bias")

@@ -138,10 +138,10 @@ def wrongs(shape: Shape, dtype: str, *, size: float = 1.0, wide: bool = False) -
     for share in (1.0, 0.1, 0.01):
         changed = spoiled(at, (1 + share) * rows[at])
         changes.append((f"the largest element off by {share:.0%}", "element", changed))
-    for share, words in ((0.25, "25%"), (16 * eps, "16 eps")):
-        for sign, by in (("+", share), ("-", -share)):
-            name = f"every element off by {sign}{words} of the largest"
-            changes.append((name, "offset", exact + by * largest))
+    shares = (0.25, "25%"), (16 * eps, "16 eps")
+    for (share, words), (sign, by) in itertools.product(shares, (("+", largest), ("-", -largest))):
+        name = f"every element off by {sign}{words} of the largest"
+        changes.append((name, "offset", exact + share * by))
     pairs = (Pair(name, of, y.reshape(shape).astype(kind), ref) for name, of, y in changes)
     shapes = (
         ("x of shape (1, ...) where ref repeats it", x[:1], np.broadcast_to(ref[:1], shape)),
@@ -216,8 +216,7 @@ def _ask(compare: Compare, pair: Pair, framework: str) -> str:
     except BaseException as error:  # pytest.fail and sys.exit raise no Exception
         if type(error).__module__ == "_pytest.outcomes" and type(error).__name__ == "Failed":
             return "is refused"
-        lines = str(error).strip().splitlines()
-        return "raises " + ": ".join((type(error).__name__, *lines[:1]))
+        return "raises " + ": ".join((type(error).__name__, *str(error).strip().splitlines()[:1]))
 
 
 def name_causes(trials: Sequence[Trial]) -> Iterator[Finding]:
@@ -230,8 +229,7 @@ def name_causes(trials: Sequence[Trial]) -> Iterator[Finding]:
     names = {t.name for t in fooled}
     # the least error of all elements that is always refused, and that of one element that must be
     noticed = min([1.0, *(t.error for t in held if t.kind == "scaled" and t.name not in names)])
-    blind = all(t.kind in BY_KIND for t in held)
-    top = max((t.place[1] for t in due), default=0.0)
+    blind, top = all(t.kind in BY_KIND for t in held), max((t.place[1] for t in due), default=0.0)
     scaled = [one for one in passing if one[0].startswith("x = ")]
     absolute = {d for name, (d, _, axes) in scaled if (name, (d, top, axes)) in refused}
     every = [one for one in passing if one[0].startswith("every")]

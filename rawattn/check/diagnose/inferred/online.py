@@ -10,19 +10,16 @@ from typing import Any
 import numpy as np
 
 from rawattn.check.diagnose.catalogue import partial_sums
-from rawattn.check.diagnose.catalogue.partial_sums import RIGHT, Results, merged
-from rawattn.check.diagnose.engine.attention import Bug, Context, Floats, contexts
-from rawattn.check.diagnose.engine.question import BY_ROW
+from rawattn.check.diagnose.catalogue.partial_sums import RIGHT, merged
+from rawattn.check.diagnose.engine.attention import RESULTS, Bug, Context, Floats, contexts
+from rawattn.check.diagnose.engine.question import BY_ROW, Answers
 from rawattn.check.diagnose.inferred.sample import Sample
 
 FITS = 0.01  # of the squares of what is wrong may be left on the view that is looked at
 ROUNDED = 1e-12  # of them that may be rounding
 MOST, ALIKE = 6, 60  # merges that are planted, and of which the nearest of all rows are chosen
 SAME = 1e-9  # of squares: what leaves as much is alike
-TENSORS = {
-    "forward": {"out": "out", "lse": "lse"},
-    "jvp": {"out": "jvp out", "lse": "jvp lse", "e": "tlse", "tout": "tout"},
-}
+STEPS = {"out": "O", "lse": "L", "e": "tL", "tout": "tO"}  # by which fields of Results are made
 SUMS = {
     "forward": (("out",), ("row_sum",), ("out", "row_sum")),
     "jvp": (
@@ -40,33 +37,29 @@ WORDS = {"e": "the sum of P o E", "tout": "the sum of (P o E) V", "ptv": "the su
 def bugs(sample: Sample) -> list[Bug]:
     """Bugs of partial sums that fit the view of a sample."""
     stage = sample.stage
-    views = contexts(sample.question, stage) if sample.wrong and stage in TENSORS else ()
+    views = contexts(sample.question, stage) if sample.wrong and stage in SUMS else ()
     for c in (c for c in views if sample.has(c.view) and c.S.shape[2]):
-        names = {of: name for of, name in TENSORS[stage].items() if name in sample.found}
+        told = {step: name for name, step in RESULTS[stage].items() if name in sample.found}
+        names = {of: told[step] for of, step in STEPS.items() if step in told}
         at = np.ix_(c.view.rows, c.view.heads)
         found = {of: sample.found[name][at].swapaxes(0, 1) for of, name in names.items()}
         found = {of: x[..., 0] if names[of] in BY_ROW else x for of, x in found.items()}
-        return [*_rescaled(stage, c, found), *_merges(sample, c, found)]
+        right = {of: getattr(c, STEPS[of]) for of in names}
+        return [*_rescaled(stage, c, found, right), *_merges(sample, c, found, right)]
     return []
 
 
-def _right(stage: str, c: Context) -> Results:
-    return Results(c.O, c.L, *((c.tL, c.tO) if stage == "jvp" else (c.L, c.O)))
-
-
-def _rescaled(stage: str, c: Context, found: dict[str, Floats]) -> Iterator[Bug]:
-    right = _right(stage, c)
+def _rescaled(stage: str, c: Context, found: Answers, right: Answers) -> Iterator[Bug]:
     # rows that are right may have another loop
-    same = {of: np.isclose(x, getattr(right, of), 1e-3, 1e-4) for of, x in found.items()}
-    wrong = sum(_left(x, getattr(right, of)) for of, x in found.items())
-    seen = set[tuple[object, ...]]()
+    same = {of: np.isclose(x, right[of], 1e-3, 1e-4) for of, x in found.items()}
+    wrong, seen = sum(_left(x, right[of]) for of, x in found.items()), set[tuple[object, ...]]()
     for at, cut in partial_sums.tiles(c.question).items():
         parts = partial_sums.parts_of(c, cut)
         sums = partial_sums.totals(parts, partial_sums.RIGHTLY)
         every = partial_sums.ways(c.question).items()
         ways = ((x, way, partial_sums.totals(parts, way)) for x, way in every)
         for (words, way, others), moved in product(ways, SUMS[stage]):
-            of = partial_sums.divided(parts, sums | {name: others[name] for name in moved})
+            of = partial_sums.divided(parts.top, sums | {name: others[name] for name in moved})
             alike = at, *(np.round(getattr(of, name), 8).tobytes() for name in found)
             if alike in seen:  # of two tiles most ways do the same
                 continue
@@ -78,10 +71,10 @@ def _rescaled(stage: str, c: Context, found: dict[str, Floats]) -> Iterator[Bug]
                 yield Bug("no-rescale", f"{said} {words}, {at}", (stage,), steps=planted)
 
 
-def _merges(sample: Sample, c: Context, found: dict[str, Floats]) -> list[Bug]:
+def _merges(sample: Sample, c: Context, found: Answers, right: Answers) -> list[Bug]:
     """The merges that come nearest; where all parts have keys some are alike."""
     near, stage = list[tuple[float, Bug]](), sample.stage
-    off = {of: _left(x, getattr(_right(stage, c), of)) for of, x in found.items()}
+    off = {of: _left(x, right[of]) for of, x in found.items()}
     for at, cut in partial_sums.splits(c.question).items():
         parts, total = partial_sums.parts_of(c, cut), sum(off.values())
         forms = {of: [RIGHT] for of in found}

@@ -129,8 +129,7 @@ Read = tuple[np.ndarray, Floats, Floats]
 
 def bugs(sample: Sample) -> Iterator[Bug]:
     """One of each number that alone may make a wrong result what it is."""
-    given = None if sample.given is None else Same(sample.given)
-    rows = Rows(sample.question, given, sample.stage)
+    rows = Rows(sample.question, sample.given and Same(sample.given), sample.stage)
     for number in NUMBERS[sample.stage] if sample.wrong else ():
         read = read_of(sample, number)
         yield from _told(rows, number, *read) if read else ()
@@ -147,8 +146,7 @@ def read_of(sample: Sample, number: Number) -> Read | None:
         return None
     tensor = told[0]
     found, right = sample.found[tensor], by_rows(tensor, sample.truth[tensor])
-    inside = (sample.question.sequence_of(tensor) >= 0)[:, None, None]
-    there = np.isfinite(found + right) & inside
+    there = np.isfinite(found + right) & (sample.question.sequence_of(tensor) >= 0)[:, None, None]
     of_one = finite(by_rows(tensor, one[tensor]))
     due, by = (np.where(there, x - right, 0.0) for x in (found, of_one))
     size = (by * by).sum(axis=2)
@@ -163,9 +161,7 @@ def read_of(sample: Sample, number: Number) -> Read | None:
     return known.T, added.T, (allowed / np.sqrt(known.sum() * size)).T
 
 
-def _told(
-    rows: Rows, number: Number, known: np.ndarray, added: Floats, noise: Floats
-) -> Iterator[Bug]:
+def _told(rows: Rows, number: Number, known: Floats, added: Floats, noise: Floats) -> Iterator[Bug]:
     """What the number of each row is in place of the right one."""
     right, every = number.right, rows.of(number.right) + added
     x, unit = every[known], noise[known]

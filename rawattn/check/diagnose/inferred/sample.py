@@ -24,12 +24,8 @@ WHOLE = slice(None)
 
 def stored(name: str, change: Callable[[Floats], Floats]) -> Store:
     """What ``change`` does to a result by rows, as it is stored."""
-
-    def store(question: Question, answers: Answers) -> Answers:
-        x = change(by_rows(name, answers[name]))
-        return answers | {name: x[..., 0].T if name in BY_ROW else x}
-
-    return store
+    kept: Callable[[Floats], Floats] = (lambda x: x[..., 0].T) if name in BY_ROW else (lambda x: x)
+    return lambda _, answers: answers | {name: kept(change(by_rows(name, answers[name])))}
 
 
 def in_rows(rows: Answers, inside: Answers, outside: Answers) -> Answers:
@@ -52,13 +48,10 @@ class Sample:
     query heads of one key/value head, unless heads differ. found, truth: the answers by rows, and
     what is right. wrong: answers that are, all of them, and what rounding may leave of each."""
 
-    def __init__(
-        self, question: Question, answers: Answers, stage: str, given: Given = None
-    ) -> None:
-        self.question, self.answers, self.stage = question, answers, stage
-        of_forward = stage in ("forward", "jvp")
-        self.given = None if of_forward else given or question.given_to_backward(answers)
-        right = solve(question, stage, given=self.given)
+    def __init__(self, q: Question, answers: Answers, stage: str, given: Given = None) -> None:
+        self.question, self.answers, self.stage = q, answers, stage
+        self.given = None if stage in ("forward", "jvp") else given or q.given_to_backward(answers)
+        right = solve(q, stage, given=self.given)
         names = [n for n in STAGES[stage] if n in answers and n in right]
         self.truth = {n: right[n] for n in names if answers[n].shape == right[n].shape}
         self.found = {n: by_rows(n, answers[n]) for n in self.truth}
@@ -67,12 +60,12 @@ class Sample:
         noise = {n: max(4 * eps_of(x), NOISE.get(x.itemsize, 0)) for n, x in as_given.items()}
         self.wrong = {n: x for n, x in noise.items() if self.of_all(n, self.truth[n]) > x}
         self.sequence, self.head_kv, best = 0, 0, 0.0
-        for b, (n, m) in enumerate(zip(question.lengths_q, question.lengths_k, strict=True)):
-            by_head = np.zeros(question.num_heads_kv)
+        for b, (n, m) in enumerate(zip(q.lengths_q, q.lengths_k, strict=True)):
+            by_head = np.zeros(q.num_heads_kv)
             for name, x in self.truth.items() if n * m else ():
                 left = np.minimum(self._left(name, by_rows(name, x), b), 1.0)
                 by_head += left.reshape(len(by_head), -1).max(axis=1)
-            scores = max(n * m * question.group, 1)  # few of them look alike with any bug
+            scores = max(n * m * q.group, 1)  # few of them look alike with any bug
             merit = by_head.max() * min(1.0, MOST / scores, scores / LEAST)
             if merit > best:
                 best, self.sequence, self.head_kv = merit, b, int(by_head.argmax())
@@ -104,8 +97,7 @@ class Sample:
         return found
 
     def allows(self, bug: Bug) -> bool:
-        """Whether a bug may explain a wrong answer: it leaves less of it than the right computation
-        does, or it cannot be seen here."""
+        """Whether a bug may explain a wrong answer: it leaves less than none, or cannot be seen."""
         seen = all(self.left[name] > self.wrong[name] for name in self.wrong)
         if bug.store is not None or not seen:
             return True
@@ -119,8 +111,7 @@ class Sample:
 
     def near(self, families: Iterable[Iterable[Bug]], each: int, until: float) -> list[Bug]:
         """Of those that come near on one of the wrong answers so many for each of these, by all of
-        it. No further family is tried once one gives all answers, and nothing from ``until`` on, by
-        effort.spent()."""
+        it. No family is tried once one gives all answers, and nothing once ``until`` is spent."""
         found: list[tuple[dict[str, float], Bug]] = []
         known: dict[object, dict[str, float]] = {}
         for family in families:

@@ -51,11 +51,9 @@ def single(sample: Sample) -> list[Bug]:
 
 
 def _of_scale(sample: Sample) -> Iterator[Bug]:
-    """A factor of scores, or of exponents, that is off by so little that results change in
-    proportion to it."""
-    made: dict[str, Callable[[float], dict[str, Step]]] = {
-        "the scores are": lambda by: {"Y": lambda c: by * STEPS["Y"](c)}
-    }
+    """A factor of scores, or exponents, so near to 1 that results change in proportion to it."""
+    made: dict[str, Callable[[float], dict[str, Step]]] = {}
+    made["the scores are"] = lambda by: {"Y": lambda c: by * STEPS["Y"](c)}
     if sample.stage == "backward":
         made["S - lse is"] = lambda by: {
             "bP": with_values("bP", S=lambda c: by * c.S, L=lambda c: by * c.L)
@@ -196,12 +194,10 @@ def pairs_dropped(sample: Sample) -> Iterator[Bug]:
     steps = [step for step in GRADIENTS if RESULTS[step] & sample.wrong.keys()]
     if sample.question.sparse or len(sample.question.q) * len(sample.question.k) > PAIRS:
         return
-    places = places_of(sample.question)
-    wrong = {side: _wrong(sample, side, told) for side in "qk"}
+    places, wrong = places_of(sample.question), {side: _wrong(sample, side, told) for side in "qk"}
     if not steps or all(x is None or x.all() for x in wrong.values()):
         return
-    sets = [(*told, *more) for more in WITH_FIRST_PASS] if first else [steps]
-    said = set()
+    sets, said = [(*told, *more) for more in WITH_FIRST_PASS] if first else [steps], set()
     for span in sorted(_spans(places, wrong), key=partial(_odd, places)):
         dropped = span.holds(places) & places.right
         if (key := dropped.tobytes()) in said or (dropped == places.right).all():
@@ -234,8 +230,7 @@ def _spans(places: Places, wrong: dict[str, np.ndarray | None]) -> Iterator[Span
 
 
 def _words(span: Span, places: Places) -> str:
-    """Of a bound; where lengths differ, whether it lacks the offset of the diagonal; of a loop
-    where it ends."""
+    """Of a bound; where lengths differ, whether it lacks the diagonal's offset; a loop's end."""
     at = {*re.findall(r"\w+", span.feature)} & {"i", "j", "p"}
     lacks = at == {"i", "j"} and not places.aligned
     text = f"those with {span}" + ", without seqlen_k - seqlen_q" * lacks

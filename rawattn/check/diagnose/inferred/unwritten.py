@@ -6,14 +6,15 @@ from collections.abc import Iterator
 import numpy as np
 
 from rawattn.check.diagnose.catalogue.masks import dead, of_late
-from rawattn.check.diagnose.engine.attention import TILES, Bug, Store, sequences, solve
-from rawattn.check.diagnose.engine.question import OF_KEYS, STAGES, Answers, Question, by_rows
+from rawattn.check.diagnose.engine.attention import TILES, Bug, sequences, solve
+from rawattn.check.diagnose.engine.question import OF_KEYS, STAGES, Question, by_rows
 from rawattn.check.diagnose.evidence.precision import eps_of, finite, rows_off
 from rawattn.check.diagnose.evidence.structure import where
 from rawattn.check.diagnose.inferred.sample import Sample, in_rows
 
 OFF = 1e-3  # of the size: what a row must be off by
 SHARE = 0.9  # of all rows, at most
+ENDS = ("out", "lse")
 UNTOLD = ("delta", "dblock_scale", "gblock_scale")  # may be constant
 Rows = np.ndarray  # (tokens, heads)
 Found = dict[str, Rows]  # of tensors
@@ -29,22 +30,25 @@ def bugs(sample: Sample) -> Iterator[Bug]:
         if constant is not None:
             constants[name] = constant
     whole = _whole_sequences(question, constants)
-    if constants and (whole or not _see_nothing(answers, constants)):
-        text = _in_words(sample, constants)
-        yield Bug("rows-not-written", text, (stage,), store=_held(constants, answers))
-    none = {name: _none(sample, name) for name in sample.wrong}
-    rows = {name: _strange(sample, name, none[name] & (not constants)) for name in sample.wrong}
+    by_out = ((n.replace("out", "lse"), constants[n]) for n in constants if n.endswith(ENDS))
+    # whether the rows of out are those of queries that see no key, as their lse says
+    none = not whole and any(n in answers and np.isneginf(answers[n].T[x]).all() for n, x in by_out)
+    if constants and not none:
+        text, store = _in_words(sample, constants), lambda _, x: in_rows(constants, answers, x)
+        yield Bug("rows-not-written", text, (stage,), store=store)
+    nothing = {name: _none(sample, name) for name in sample.wrong}
+    rows = {name: _strange(sample, name, nothing[name] & (not constants)) for name in sample.wrong}
     if found := {name: of for name, of in rows.items() if of.any()}:
         source = _of_no_keys(question, found)
-        elsewhere = any((of & ~none[name]).any() for name, of in found.items())
+        elsewhere = any((of & ~nothing[name]).any() for name, of in found.items())
         of_dead = not elsewhere and not {*found} & {*OF_KEYS}
         said = _without_keys if of_dead else _in_words
         text = source or said(sample, found) + "; all else is right" * elsewhere
-        due = (finite(by_rows(name, sample.truth[name]))[of] for name, of in found.items())
-        zeros = not any(x.any() for x in due)  # or -inf
+        right = (finite(by_rows(name, sample.truth[name]))[of] for name, of in found.items())
+        zeros = not any(x.any() for x in right)  # or -inf
         name = "dead-rows" if source or of_dead or zeros else "unknown"
         name = "rows-not-written" if zeros and {*found} <= {*OF_KEYS} and not source else name
-        yield Bug(name, text, (stage,), store=_held(found, answers))
+        yield Bug(name, text, (stage,), store=lambda _, x: in_rows(found, answers, x))
     of = next((of for name, of in rows.items() if name not in OF_KEYS), np.zeros(0))
     if of.any() and not question.sparse:
         yield from of_late(question, of)
@@ -81,8 +85,7 @@ def _of_no_keys(question: Question, found: Found) -> str:
 
 
 def _constant(sample: Sample, name: str, of_out: Rows | bool) -> Rows | None:
-    """Which rows (tokens, heads) hold one number; a single one is no row, so that it must be 0, or
-    in the rows ``of_out``."""
+    """Which rows (tokens, heads) hold one number; a single one must be 0, or in rows ``of_out``."""
     x, wanted = sample.found[name], by_rows(name, sample.truth[name])
     there = np.isfinite(wanted).all(axis=2) & (sample.question.sequence_of(name) >= 0)[:, None]
     if not there.any() or not x.shape[2]:
@@ -96,12 +99,6 @@ def _constant(sample: Sample, name: str, of_out: Rows | bool) -> Rows | None:
     return rows if rows.sum() < SHARE * there.sum() else None
 
 
-def _see_nothing(answers: Answers, found: Found) -> bool:
-    """Whether the rows of out are those of queries that see no key, as their lse says."""
-    rows = [(n.replace("out", "lse"), of) for n, of in found.items() if n.endswith(("out", "lse"))]
-    return any(lse in answers and np.isneginf(answers[lse].T[of]).all() for lse, of in rows)
-
-
 def _whole_sequences(question: Question, found: Found) -> bool:
     """Whether the rows of out are all those of some sequences that see a key."""
     if "out" not in found:
@@ -110,10 +107,6 @@ def _whole_sequences(question: Question, found: Found) -> bool:
     alive = np.isfinite(solve(question, "forward")["lse"]).T
     of = np.isin(sequence, sequence[rows.any(axis=1)])[:, None]
     return bool((rows == (of & alive & rows.any(axis=0))).all())
-
-
-def _held(rows: Found, held: Answers) -> Store:
-    return lambda _, answers: in_rows(rows, held, answers)
 
 
 def _without_keys(sample: Sample, found: Found) -> str:
@@ -146,8 +139,7 @@ def _of_tiles(question: Question, rows: Rows, nothing: Rows) -> str:
 
 
 def _mean_of(sample: Sample, rows: Rows) -> tuple[str, np.ndarray] | None:
-    """Of which keys rows (tokens, heads) of out are the mean of v, in words, and how many: all of
-    the sequence, or its first ones."""
+    """Of which keys, all or the first, rows (tokens, heads) of out are the mean of v; how many."""
     q, taken = sample.question, []
     sums = np.cumsum(np.pad(finite(q.v.astype(np.float64)), ((1, 0), (0, 0), (0, 0))), axis=0)
     for token, head in np.argwhere(rows):

@@ -83,8 +83,7 @@ class Rows:
         # a row's own size may be that of a small difference, dP - D
         digits, largest = 0.505 * printed.unit * keys, np.abs(x).sum(axis=-1).max()
         self.allowed = float(digits + 4 * ROUNDING * largest)
-        off = np.abs(self.sums - self.must * x.any(axis=-1))  # all 0 without keys
-        self.wrong = off > self.allowed
+        self.wrong = np.abs(self.sums - self.must * x.any(axis=-1)) > self.allowed  # 0 of no keys
         self.right = bool(x.any() and not self.wrong.any())
         above = float(np.abs(x * (1 - causal)).max())
         self.unmasked = above if above > 2 * printed.unit else 0.0

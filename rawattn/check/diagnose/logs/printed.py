@@ -149,8 +149,7 @@ def _name(before: str) -> str:
             return ""
     words = re.sub(r"\([^()]*=[^()]*\)$", "", words.rstrip(" \t:=([{"))
     words = re.split(r"[:!?;,|>]\s+|\.\s+", words)[-1].strip(" \t'\"`*([{,")
-    parts = words.split()
-    named = re.search("[A-Za-z]", words) is not None
+    parts, named = words.split(), re.search("[A-Za-z]", words) is not None
     return (words if len(parts) <= 4 else parts[-1]) if named else ""
 
 

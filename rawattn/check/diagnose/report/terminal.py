@@ -82,8 +82,7 @@ def whole(
     head[0].stylize(colour, 0, len(label) - 2)
     names, file = about.functions.get(finding.side, {}), about.files.get(finding.side, "")
     called = dict.fromkeys(names[stage] for stage in finding.stages if stage in names)
-    functions = " and ".join(f"{name}()" for name in called)
-    whose = " in ".join(filter(None, (functions, file)))
+    whose = " in ".join(filter(None, (" and ".join(f"{name}()" for name in called), file)))
     whose = "" if finding.where.endswith(f"/{whose}") else whose
     where = ", ".join(dict.fromkeys(filter(None, (whose, finding.where))))
     tally = f"   {about.tally}" if about.tally else ""

@@ -25,8 +25,7 @@ def listed(change: Change) -> See:
     def see(question: Question, views: tuple[View, ...]) -> Sequence[View]:
         if not views or views[0].lists is None:
             return views
-        lists = change(replace(views[0].lists, times=None))
-        return list(sparse_views(question, lists, views))
+        return [*sparse_views(question, change(replace(views[0].lists, times=None)), views)]
 
     return see
 
@@ -46,8 +45,7 @@ def _ending(stop: Of) -> Change:
 
 
 def _again(slots: bool = False, own: bool = False, apart: bool = False) -> Change:
-    """Blocks count again for every slot that repeats them, but, ``apart``, not the slot before, and
-    a walked own one that slots name."""
+    """Blocks count again for slots that repeat them, ``apart`` but the next one, and own ones."""
 
     def change(x: Lists) -> Lists:
         repeated = slots & x.exists
@@ -72,17 +70,11 @@ def _is_own(x: Lists) -> Ints:
     return np.asarray((x.named == x.own_block) & x.question.causal)
 
 
-def _in_32_bits(x: Lists) -> Ints:
-    """Blocks by their first key, as an integer of so many bits."""
-    return np.asarray(((x.named * x.size + 2**31) % 2**32 - 2**31) // x.size)
-
-
 def _union(size: int, x: Lists) -> Lists:
     """With the blocks of all of a tile of queries of its sequence."""
     token = np.arange(len(x.named))
     tile = np.where(x.question.sequence_of("q") < 0, token, token - x.row[:, 0, 0] % size)
-    block = np.arange(int(x.blocks.max(initial=0)))
-    named = np.where(x.exists, x.named, -1)
+    block, named = np.arange(int(x.blocks.max(initial=0))), np.where(x.exists, x.named, -1)
     seen = (named[..., None] == block).any(axis=2) | ((block == x.own_block) & x.own)
     united = np.zeros_like(seen)
     np.logical_or.at(united, tile, seen)
@@ -94,6 +86,9 @@ def _union(size: int, x: Lists) -> Lists:
 MISSING, TWICE, CUT = "sparse-own-block-missing", "sparse-duplicate-twice", "sparse-list-cut"
 READ, OPEN, COUNTS = "sparse-padding-read", "sparse-not-causal", "sparse-counts-ignored"
 MISREAD, PLACE, UNION = "sparse-lists-misread", "sparse-other-place", "sparse-tile-union"
+IN_32_BITS = where(named=lambda x: (x.named * x.size).astype(np.int32) // x.size)  # by first keys
+FULL_ONES = _only(lambda x: x.counted & (x.named < x.length // x.size))
+NO_PADDING = _only(lambda x: np.cumsum(x.is_block, axis=2) <= x.limit)
 TABLE: tuple[Row, ...] = (
     (OPEN, "everywhere", _uncut(lambda slot, own: slot)),
     (OPEN, "in the own block", _uncut(lambda slot, own: own)),
@@ -108,19 +103,15 @@ TABLE: tuple[Row, ...] = (
     (READ, "if negative from the end", where(named=lambda x: x.named + x.blocks * (x.named < 0))),
     (READ, "past the end as the last block", where(named=lambda x: np.fmin(x.named, x.blocks - 1))),
     (READ, "if negative as the first block", where(named=lambda x: np.maximum(x.named, 0))),
-    (READ, "by block * block_size in 32 bits", where(named=_in_32_bits)),
+    (READ, "by block * block_size in 32 bits", IN_32_BITS),
     (MISREAD, "block_indices: block n - 1", where(named=lambda x: x.named - 1)),
-    (CUT, "a last block that is not full", _only(lambda x: x.counted & (x.named < x.whole))),
+    (CUT, "a last block that is not full", FULL_ONES),
     (CUT, "without the last one", _only(lambda x: x.counted & (x.slots < x.slots[-1:]))),
     (CUT, "without the last counted", _only(lambda x: x.slots + 1 < x.limit.clip(0, x.slots.size))),
     (COUNTS, "", _only(lambda x: x.named >= 0)),
     (COUNTS, "at least one slot", _only(lambda x: x.slots < np.maximum(x.limit, 1))),
     (COUNTS, "one slot too many", _only(lambda x: x.slots < x.limit + 1)),
-    (
-        COUNTS,
-        "so many slots that name blocks count, padding apart",
-        _only(lambda x: np.cumsum(x.is_block, axis=2) <= x.limit),
-    ),
+    (COUNTS, "so many slots that name blocks count, padding apart", NO_PADDING),
     (CUT, "at the first -1", _ending(lambda x: x.named < 0)),
     (CUT, "at the first that is no block of the sequence", _ending(lambda x: ~x.is_block)),
     (CUT, "blocks behind the own", _only(lambda x: x.counted & (x.named <= x.own_block))),

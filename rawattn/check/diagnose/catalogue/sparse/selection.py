@@ -1,5 +1,4 @@
-"""Bugs of block-sparse attention: of ``lists`` of blocks, of ``walks``, of block_scale, the gate,
-and of the sliding branch."""
+"""Bugs of block-sparse attention: of ``lists``, ``walks``, block_scale and the sliding branch."""
 
 from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import replace
@@ -21,13 +20,8 @@ from rawattn.check.diagnose.engine.question import STAGES, Question
 from rawattn.check.diagnose.engine.steps import STEPS, Context, Floats, Step, times
 
 
-@lru_cache(maxsize=1)
-def bugs(question: Question) -> tuple[Bug, ...]:
-    """Every bug of the catalogue that can matter for the question."""
-    return tuple(_bugs(question))
-
-
 def _bugs(question: Question) -> Iterator[Bug]:
+    """Every bug of the catalogue that can matter for the question."""
     different = _differing(question)
     found = [(name, words, lists.listed(change)) for name, words, change in lists.rows(question)]
     last = "a last block that is selected"
@@ -54,8 +48,7 @@ def of_weights(question: Question) -> Iterator[Bug]:
 def candidates(question: Question, stage: str, wrong: Collection[str]) -> Iterator[Bug]:
     """More of a stage, tried on one sequence: other arrays, parts of walks, tiles."""
     of_walks = chain(walks.cut(question), walks.bugs(question, wrong), walks.stale(question))
-    of_lists = chain(lists.misread(question), _misread(question))
-    every = chain(of_lists, of_walks, tiles(question))
+    every = chain(lists.misread(question), _misread(question), of_walks, tiles(question))
     yield from (bug for bug in every if stage in bug.stages)
 
 
@@ -100,8 +93,7 @@ Row = tuple[str, str, tuple[str, ...], Mapping[str, Step]]
 
 def _of_gates(question: Question, different: Callable[[See], bool]) -> Iterator[Bug]:
     """Which slot block_scale is for, what it multiplies, and what its gradient holds."""
-    rows = [*GRADIENTS]
-    heads = question.num_heads_q // np.asarray(question.block_indices).shape[1]
+    rows, heads = [*GRADIENTS], question.num_heads_q // np.asarray(question.block_indices).shape[1]
     for words, head in ("the last head", heads - 1), ("the first head", 0):
         steps = {name: partial(_of_head, head, heads, name) for name in ("dG", "gG")}
         rows += [("sparse-gate-not-summed", words, BEYOND, steps)] if heads > 1 else []
@@ -138,6 +130,7 @@ ON_OUT: dict[str, Step] = S | {
     "dY": lambda c: c.dS,
     "dG": lambda c: c.P * times(c.dO, c.V.T),
 }
+TWICE_IN_E = {"E": with_values("E", Y=lambda c: c.G * c.Y)}
 GRADIENTS: tuple[Row, ...] = (
     (ON_P, "P V alone", FIRST, ON_OUT),
     (ON_P, "twice in dY", BACKWARD, {"dY": lambda c: c.G * STEPS["dY"](c)}),
@@ -146,12 +139,7 @@ GRADIENTS: tuple[Row, ...] = (
     (MISSING, "", SECOND, NO_GRADIENT),
 )
 DIRECTIONS: tuple[Row, ...] = (
-    (
-        ON_P,
-        "it multiplies the term of its direction in E too",
-        SECOND + JVP,
-        {"E": with_values("E", Y=lambda c: c.G * c.Y)},
-    ),
+    (ON_P, "it multiplies the term of its direction in E too", SECOND + JVP, TWICE_IN_E),
     (MISSING, "its direction ignored in E", SECOND, STILL_E),
     (MISSING, "its direction ignored in the tangent of dY", SECOND, STILL_TDY),
     (MISSING, "dS o tY of gblock_scale", SECOND, {"gG": lambda c: c.tdS * c.Y}),
@@ -167,9 +155,8 @@ LEFT_OUT: tuple[Row, ...] = (
 
 
 def _gate_by(by: maps.Map, c: Context) -> Floats | float:
-    return attention.per_key(
-        c.view, whole(c.question, None, "dblock_scale", "block_scale", by), 1.0
-    )
+    scale = whole(c.question, None, "dblock_scale", "block_scale", by)
+    return attention.per_key(c.view, scale, 1.0)
 
 
 def _of_head(head: int, heads: int, name: str, c: Context) -> Floats:
@@ -215,6 +202,7 @@ def _of_the_last(x: Lists) -> Lists:
     return replace(x, times=np.concatenate([last, x.walked[..., -1:]], axis=2))
 
 
+bugs = lru_cache(maxsize=1)(lambda question: tuple(_bugs(question)))
 GIVEN, _slots = lists.listed(lambda x: lists_of(x.question)), partial(each, _in_slots)
 KEPT = "that of its place among the slots that are walked, without padding and repeats"
 OTHERS: dict[str, See] = {

@@ -50,12 +50,7 @@ def in_lists(question: Question, view: View) -> tuple[Ints, Ints]:
     """The place of every query in the list of the key's block, (heads, n, m), -1 where it does not
     see the key, and the length of that list, (heads, 1, m)."""
     there = sees_block(question, view)
-    place = np.where(view.weight > 0, there.cumsum(axis=1) - 1, -1)
-    return place, there.sum(axis=1, keepdims=True)
-
-
-def tiles() -> dict[str, Steps]:
-    return {f"block by block, {of}": partial(_steps, order) for of, order in ORDERS.items()}
+    return np.where(view.weight > 0, there.cumsum(axis=1) - 1, -1), there.sum(axis=1, keepdims=True)
 
 
 def _steps(order: Order, c: Context) -> list[Ints]:
@@ -128,6 +123,7 @@ def _own_and_rest(c: Context) -> list[Ints]:
     return [(c.W > 0) & own, (c.W > 0) & ~own]
 
 
+TILES: dict[str, Steps] = {f"block by block, {of}": partial(_steps, x) for of, x in ORDERS.items()}
 WALKS: dict[str, Places] = {
     f"blocks that a query walks, {of},": partial(in_walk, order) for of, order in ORDERS.items()
 }
