@@ -58,7 +58,7 @@ ROWS: dict[str, tuple[dict[str, Any], str, Callable[..., Any]]] = {
     "the rows with seqlen_q - 1 - i <= 2": ({}, "dq", lambda i, n: n - 1 - i < 3),
     "the rows with i >= 12": ({}, "dq", lambda i, n: i >= 12),
     "the keys with j - seqlen_k // 32 * 32 >= 0": ({}, "dv", lambda i, n: i >= n - n % 32),
-    "the rows with i // 4 % 2 <= 0 and i % 16 >= 3": (
+    "the rows with i % 8 <= 3 and i % 16 >= 3": (
         {},
         "out",
         lambda i, n: np.isin(i % 16, SOME),

@@ -96,7 +96,7 @@ _FORWARD: dict[str, tuple[Any, ...]] = {
     "wide": (window(left=3), "-19 <= j - i <= -17", WINDOW),
     "tail tile": (times(lambda c: c.j < c.m // 16 * 16), "j - seqlen_k // 16 * 16 >= 0"),
     "open tile": (_OPEN_TILE, "keys: j // 16 - i // 16 = 0"),
-    "skipped": (times(lambda c: (c.j // 16 != 1) | (c.i < 40)), "<= j <= 31 and i >= 40"),
+    "skipped": (times(lambda c: (c.j // 16 != 1) | (c.i < 40)), "i >= 40 and j // 16 = 1"),
     "dilated": (times(lambda c: (c.j - c.p) % 2 == 0), "(j - i) % 2 = 1"),
     "strided": (times(lambda c: c.j % 4 != 3), "j % 4 = 3"),
     "two": (times(lambda c: (c.j > 2) & (c.j - c.p != -8)), "keys: j - i = -8, or j <= 2"),
