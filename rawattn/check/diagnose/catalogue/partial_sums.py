@@ -70,7 +70,8 @@ def _cut(keys: Keys, step: int, c: Context) -> list[np.ndarray]:
 def tiles(question: Question) -> dict[str, Cut]:
     """Tiles of a loop over the keys, from the first on and from the last, or over blocks."""
     if question.sparse:
-        return {**walks.TILES}
+        every = tuple(range(question.slots + question.own))
+        return walks.TILES | {"slot by slot, the own block last": partial(walks.of_slots, every)}
     sizes = [tile for tile in TILES if tile < max(question.lengths_k, default=0)]
     return {
         f"tile of {tile}{words}": partial(_cut, partial(_tiles, tile), step)
@@ -155,6 +156,18 @@ WAYS: dict[str, Way] = {  # f: factors; r: row sums
         1 / np.append(np.where(f[1:] > 0, f[1:], 1.0), np.ones_like(f[:1]), axis=0),
     ),
     "divided by the row sum at every tile": lambda f, r: (f / r, 1 / r),
+    "divided at every tile, and not times the row sum before": lambda f, r: (
+        f / np.append(np.ones_like(r[:1]), r[:-1], axis=0),
+        1.0,
+    ),
+    "rescaled after the new tile is added, the first by 0": lambda f, r: (
+        f,
+        np.append(0 * f[:1], f[1:], axis=0),
+    ),
+    "not rescaled at the last tile": lambda f, r: (
+        np.append(f[:-1], np.ones_like(f[:1]), axis=0),
+        1.0,
+    ),
 }
 for least, (units, of) in product((1, 2, 4, 8), {"": 1.0, " in base 2": LN_2}.items()):
     text, small = f"not rescaled where it rises by less than {least}{units}", np.exp(-least * of)
@@ -247,6 +260,7 @@ WEIGHTS: dict[str, Weights] = {text: partial(_shares, taken) for text, taken in 
     "their own sums, beside their own maxima, over the row sum of all": lambda p: (
         p.row_sums * _exp(p.top - _whole(TAKEN[RIGHT], p))
     ),
+    "times their own row sums": lambda p: p.row_sums * _shares(TAKEN[RIGHT], p),
     "one by one, beside an lse that holds the part already": _updated,
     SUMMED: lambda p: p.row_sums * _exp(p.tops - p.top) / p.row_sums.sum(axis=0),
     "exp2 of natural units, less the right lse of all": lambda p: _exp(

@@ -100,7 +100,8 @@ def of_wrong(verdict: StageVerdict, side: str) -> list[Finding]:
     form, told, left = narrowed(verdict, verdict.unexplained)
     if left >= EXACT and (found := in_16_bits(verdict, side, verdict.unexplained)):
         return found
-    return [finding(side, "narrow-intermediate", where, "high", (told,), form=form)] if form else []
+    sure = "high" if left < LEAVES else "medium"
+    return [finding(side, "narrow-intermediate", where, sure, (told,), form=form)] if form else []
 
 
 def _followed(

@@ -16,6 +16,8 @@ from rawattn.check.diagnose.evidence.places import Array
 Calls = Sequence[tuple[Array, Any]]  # right numbers of rows, and where they tell something
 FEW = 0.3  # of the rows that are known: a map may have nothing for so many
 NEAR = {8: 1e-8, 4: 1e-5}  # numbers that are the same, by the bytes of the inputs
+EXACT = {8: 1e-9, 4: 3e-6}  # the same, of a number's size
+NARROW, MANY = ("bfloat16", "float16", "float32"), 20  # dtypes, and numbers that tell one
 CHANCE = 0.02  # that a number is some row's by chance, at most
 PEAK = 8  # the worst of many entries over their root mean square
 
@@ -183,6 +185,15 @@ def other_rows(due: Array, held: Array, known: Array, itemsize: int) -> str:
     few = (moved & ~same).sum() < FEW * moved.sum()
     pairs = [(h, t, *at[n[h, t]]) for h, t in np.argwhere(moved & same)[:3]] if few else []
     return ", ".join(f"token {t} of head {h} that of token {s} of head {g}" for h, t, g, s in pairs)
+
+
+def few_bits(x: Array, itemsize: int) -> str:
+    """Whether numbers are all such as a narrower dtype than that of the inputs has, and which."""
+    near = EXACT.get(itemsize, 0.0) * np.abs(x)
+    names = [name for name in NARROW if np.dtype(name).itemsize < itemsize]
+    with np.errstate(over="ignore"):
+        alike = (name for name in names if (np.abs(x.astype(name) - x) <= near).all())
+    return next(alike, "") if x.size > MANY and near.any() else ""
 
 
 def rows_of(x: Array, near: float) -> Array | None:

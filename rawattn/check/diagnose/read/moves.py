@@ -148,7 +148,8 @@ def say_rows(said: Said) -> bool:
 
 def _largest(x: Array, near: float) -> Array:
     """The most numbers that are the same, where they are several, or all that there are."""
-    close = np.abs(x[:, None] - x[None]) <= near
+    with np.errstate(invalid="ignore"):
+        close = np.abs(x[:, None] - x[None]) <= near
     most = close[close.sum(axis=1).argmax()]
     several = most.sum() > 1 or np.isfinite(x).sum() == 1
     return np.asarray(most & several)

@@ -36,6 +36,7 @@ READERS: dict[str, tuple[Callable[..., Any], Callable[..., Said]]] = {
     "backward": (probe.read_backward, said_of_backward),
 }
 TELLING = {"forward": "out", "backward": "dv"}  # of who sees whom, on any problem
+VAGUE = (NO_RULE, "holds other numbers")  # in forms: what was read says more
 FURTHER = 5  # lengths of that problem
 SHORT = (2, 5, 16, 7, 64, 3, 11)  # lengths that tell what a tile is from what it is by chance
 NEAR = {2: 2e-2, 4: 5e-3, 8: 1e-5}  # of a row, by the bytes of the inputs
@@ -144,17 +145,19 @@ def _with(finding: Finding, said: Said) -> Finding:
         finding = replace(finding, confidence="medium")
     if told:
         confidence = "low" if said.name in PLAIN else "medium"
-        return replace(finding, bug=said.name, title=said.wrong[0], confidence=confidence)
+        title = "; ".join(said.wrong[:2])
+        return replace(finding, bug=said.name, title=title, confidence=confidence)
     if finding.title == CLASSES["unknown"].title and said.unread and not said.wrong:
         rest = f"; right: {', '.join(said.right)}" * bool(said.right)
         return replace(finding, title=f"{PASSES[said.stage]}: {said.unread[0]}{rest}")
     of_others = finding.confidence in ("high", "medium") or said.loose or not said.support.plain
-    listed = finding.form and not of_rules and of_others and NO_RULE not in finding.form
+    vague = finding.form is not None and any(x in finding.form for x in VAGUE)
+    listed = finding.form and not of_rules and of_others and not vague
     if finding.bug not in PLAIN or not said.wrong or listed:
         return finding
     if finding.bug == "unknown" and said.bug and finding.confidence in ("high", "medium"):
         finding = replace(finding, look_at=LOOK_AT[said.stage])
-    text = said.wrong[0]
+    text = "; ".join(said.wrong[:2])
     if said.unread and not said.unread[0].startswith("by "):  # it is not all
         text = f"{PASSES[said.stage]}: {said.unread[0]}; besides, {text}"
     return replace(finding, title=text)

@@ -13,6 +13,7 @@ from rawattn.check.diagnose.engine.attention import TILES
 from rawattn.check.diagnose.engine.steps import STEPS, Context
 from rawattn.check.diagnose.evidence.places import Array, Places, Right, log_sum, places_of
 from rawattn.check.diagnose.evidence.rules import Rule, Span
+from rawattn.check.diagnose.evidence.structure import where
 from rawattn.check.diagnose.read import fields
 from rawattn.check.diagnose.read.fields import map_of, sum_in_words, sums_of
 from rawattn.check.diagnose.read.probe import Weights
@@ -118,13 +119,27 @@ def _say_form(said: Said, x: _Read, second: Callable[[], Weights] | None) -> Non
         said.say(f"the row sums have exp(0) of what is no key, {often}", "denominator")
     else:  # of a backward pass it may be the lse that was read
         name = "denominator" * (second is not None)
-        text = "the row sums are wrong, by another number in every row"
-        size = x.places.question.dtype.itemsize
-        for of, beside in OF_ROWS.items():
-            held = np.where(x.known, x.total - x.top * bool(beside), np.nan)
-            if told := fields.other_rows(getattr(x, of), held, x.known, size):
-                text = f"the row sums{beside} are those of other rows: {told}"
-        said.say(text, name)
+        said.say(_of_rows(x, second is None), name)
+
+
+def _of_rows(x: _Read, passed: bool) -> str:
+    """What row sums are that no form gives in all rows."""
+    q, text = x.places.question, "the row sums are wrong, by another number in every row"
+    right = np.abs(x.total - x.due) < x.noise
+    for words, _, L in _forms(x, passed) if (right & x.known).any() else ():
+        if x.fit(lambda x, L=L: np.where(right, x.total, L(x))):
+            return f"in some rows {words}: {', '.join(where(q, 'lse', (x.known & ~right).T))}"
+    if dtype := fields.few_bits(x.total[x.known], q.dtype.itemsize):
+        return f"the lse that rows are divided by is kept in {dtype}"
+    for of, beside in OF_ROWS.items():
+        held = np.where(x.known, x.total - x.top * bool(beside), np.nan)
+        if told := fields.other_rows(getattr(x, of), held, x.known, q.dtype.itemsize):
+            text = f"the row sums{beside} are those of other rows: {told}"
+    more = np.log(np.exp(x.total) - np.exp(x.due))
+    for rows in (x.due, x.total):
+        if told := fields.other_rows(rows, more, x.known & ~right, q.dtype.itemsize):
+            text = f"the row sums hold, beside their own, those of other rows: {told}"
+    return text
 
 
 @np.errstate(all="ignore")

@@ -31,7 +31,7 @@ OF_EXP: dict[str, Callable[[Array, Array], Array]] = {  # by S, and S less the r
     "the fraction of S log2(e)": lambda S, below: S * LOG2_E % 1,
     "S": lambda S, below: S,
 }
-MANY, SMOOTH = 60, 0.05  # weights; how little neighbours differ, in units of what any two do
+MANY, SMOOTH = 60, 0.3  # weights; how little neighbours differ, in units of what any two do
 LAST = ("(seqlen_k - 1) // ", "(seqlen_q - 1) // ")  # those of the last tile
 
 

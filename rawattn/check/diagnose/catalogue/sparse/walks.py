@@ -95,7 +95,9 @@ def splits(question: Question) -> dict[str, Steps]:
     for parts, up in product((2, 3, 4, count), (0, 1)):
         part = tuple((slot * parts + up * (parts - 1)) // count for slot in range(count))
         found.setdefault(part, f"{parts} parts of the slots, the {('first', 'last')[up]} longer")
-    parted: dict[str, Steps] = {x: partial(_parts, part) for part, x in found.items() if any(part)}
+    parted: dict[str, Steps] = {
+        x: partial(of_slots, part) for part, x in found.items() if any(part)
+    }
     parted["the own block and the rest"] = _own_and_rest
     for (words, order), size, rest in product(ORDERS.items(), (1, 2, 4), (False, True)):
         text = f"{size} blocks and the rest" if rest else f"parts of {size} blocks"
@@ -106,7 +108,7 @@ def splits(question: Question) -> dict[str, Steps]:
     return parted
 
 
-def _parts(part: tuple[int, ...], c: Context) -> list[Ints]:
+def of_slots(part: tuple[int, ...], c: Context) -> list[Ints]:
     """Pairs by the part of their slot, the own block's last."""
     if c.view.slot is None:  # of the sliding branch
         return [c.W > 0]
