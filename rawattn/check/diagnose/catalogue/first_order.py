@@ -29,6 +29,7 @@ SLOPE = "softcap-slope-omitted"
 CURVES: dict[str, Callable[..., tuple[Floats, ...]]] = {  # of S, its slope, the bend, and the cap
     "1 - tanh": lambda S, slope, bend, cap: (S, 1 - S / cap, bend),
     "1 - S^2, of the capped score,": lambda S, slope, bend, cap: (S, 1 - S**2, bend),
+    "1 - tanh^2, of the capped score,": lambda S, slope, bend, cap: (S, _slope(S / cap), bend),
 }
 
 
@@ -47,6 +48,10 @@ def bugs(question: Question) -> Iterator[Bug]:
         # scores of -1e30, say, for all keys of a row: equal, and so is their softmax
         S: Step = lambda c: np.where((c.W > 0).any(axis=2, keepdims=True), STEPS["S"](c), 0.0)  # noqa: E731
         yield Bug("dead-rows", "mean of v", FIRST, steps={"S": S, "bP": with_values("bP", L=L)})
+
+
+def _slope(x: Floats) -> Floats:
+    return np.asarray(1 - np.tanh(x) ** 2)
 
 
 def _of_options(question: Question) -> Iterator[Bug]:
@@ -147,13 +152,14 @@ def _of_scores(question: Question) -> Iterator[Bug]:
     yield Bug("not-normalised", "", FORWARD, steps=undivided)
     yield Bug("no-max-subtraction", "in float32", FORWARD, steps={"softmax": _plain_exp})
     products = {"Q K^T": "Y Q K", "dO V^T": "dP dO V", "Q K^T and dO V^T": "Y Q K, dP dO V"}
+    products["dO ddv^T"] = "tdP dO tV"
     width = min(question.q.shape[2], question.v.shape[2])
     sizes = {x.shape[2] // deep * deep for x in (question.q, question.v) for deep in (16, 32, 64)}
     for columns, (words, some) in product({width, *sizes} - {0}, products.items()):
         reads = [one.split() for one in some.split(", ")]
         cut = {x: partial(_columns, x, columns) for _, *operands in reads for x in operands}
         steps = {step: with_values(step, **{x: cut[x] for x in of}) for step, *of in reads}
-        stages = FIRST if "Q" in words else BACKWARD
+        stages = SECOND if "dd" in words else FIRST if "Q" in words else BACKWARD
         yield Bug("head-dim-tail", f"{words} of the first {columns}", stages, steps=steps)
     for columns in sizes - {0}:
         yield Bug("head-dim-tail", f"{columns} stored", FIRST, store=partial(_first, columns))

@@ -89,6 +89,9 @@ def unmasked(question: Question) -> Iterator[tuple[str, Window]]:
         yield "left side", Window(math.inf, right)
 
 
+MANY = 1 << 20  # keys, more than any sequence has
+
+
 def masks(question: Question) -> Iterator[Bug]:
     if question.seqused_k is not None:
         yield Bug("seqused-ignored", "every key is seen", see=partial(_used, 1 << 40))
@@ -151,9 +154,10 @@ def neighbours(question: Question) -> Iterator[Bug]:
             yield Bug(name, f"one key {text}", FIRST, _more_keys(after, before))
         ways = {"memory": "", "memory or zeros": ", zeros past the end of all"}
         ways |= {} if question.seqused_k is None else {"own": ", none of another sequence's keys"}
-        for (of, words), tile in product(ways.items(), TILES):
-            text, see = f"tile of {tile}{words}", _more_keys(tile=tile, of=of)
-            yield Bug(name, text, FIRST, see)
+        for (of, words), tile in product(ways.items(), (MANY, *TILES)):
+            text = f"tile of {tile}{words}" if tile < MANY else "all that it has, in use or not"
+            if of == "own" or tile < MANY:
+                yield Bug(name, text, FIRST, _more_keys(tile=tile, of=of))
 
 
 def dead(question: Question) -> np.ndarray:

@@ -15,6 +15,7 @@ LENGTHS = {"seqlen_q", "seqlen_k"}  # bounds of which tell the few sequences of 
 SPLIT = re.compile(r"ceil\(")  # of what is in so many parts, which few lengths tell from tiles
 CHANCE = re.compile(r"seqlen_[qk]|the (sequence|row of).*|j - the (longest )?seqlen_k.*")  # alike
 NUMBERS = re.compile(r"\d+")
+LENGTHS_APART = 8  # of sequences, with which chance makes no rules of lengths
 FEW = 6  # runs of a feature that may be intervals: what falls into more is told by another one
 PAIRS, MOST = 400, 4000  # rules of two that are made, of so many that are looked at
 Places = Any  # what has integer features: pairs of query and key, (total_q, total_k), or rows
@@ -117,7 +118,9 @@ def rules_of(*shown: Shown, among: Iterable[str] | None = None) -> Iterator[Rule
         return
     loops = _spans(shown, inside, (n for n in places.loops if not SPLIT.search(n)))
     yield from _rules(loops, 1)
-    plain = [one for one in every if not CHANCE.fullmatch(one.span.feature)]
+    lengths = {x for of in shown for x in np.unique(of.places.feature("seqlen_q")).tolist()}
+    many = len(lengths) >= LENGTHS_APART
+    plain = [one for one in every if many or not CHANCE.fullmatch(one.span.feature)]
     yield from _rules(plain, 2)
     yield from _rules(_spans(shown, inside, filter(SPLIT.search, places.loops)), 1)
     for spans in (plain + loops, every):
@@ -165,9 +168,13 @@ def _exact(spans: Sequence[_Left], count: int) -> Iterator[Rule]:
     pairs = np.argwhere(np.triu(matrix @ matrix.T == 0, 1))
     pairs = pairs[np.argsort(pairs.sum(axis=1), kind="stable")[:MOST]]
     numbers = [one.span.numbers for one in spans]
-    for one, other in sorted(pairs.tolist(), key=lambda x: len(numbers[x[0]] | numbers[x[1]]))[
-        :PAIRS
-    ]:
+    chance = [bool(CHANCE.fullmatch(one.span.feature)) for one in spans]
+
+    def size(pair: Sequence[int]) -> float:
+        one, other = pair
+        return len(numbers[one] | numbers[other]) + (chance[one] or chance[other]) / 2
+
+    for one, other in sorted(pairs.tolist(), key=size)[:PAIRS]:
         yield Rule((spans[one].span, spans[other].span), spans[one].every)
 
 

@@ -24,6 +24,7 @@ MADE = {  # by what, and where to look
     "tP": "P o (E - e), and e",
     "tdS": "tP o (dP - D) + P o (dout tv^T - W), and W",
 }
+SHARE, FEW = 2.0**-6, 10  # of a row's size, of what is off; rows that tell columns apart
 BEFORE_THE_MASK = ("S", "dP", "E")  # of pairs that are not seen they may hold anything
 NEAR = {8: 1e-9, 4: 1e-4, 2: 0.03}  # of the size, by the bytes of a number of q
 
@@ -66,6 +67,30 @@ def where(question: Question, tensor: str, bad: Array, among: Array | bool = Tru
             return
     every = bool((bad == touched).all())
     yield f"every {row} of these" if every else f"{bad.sum()} of {touched.sum()} {row}s"
+
+
+def columns(found: Array, due: Array, bad: Array) -> Iterator[str]:
+    """What tells columns of ``bad`` rows (tokens, heads) apart, if anything: those that are wrong,
+    or two kinds, each of which is times one number in a row."""
+    x, y = found[bad], due[bad]
+    size = np.abs(y).max(axis=1, initial=0.0, keepdims=True)
+    wrong, width = (np.abs(x - y) > SHARE * size).any(axis=0), x.shape[1]
+    if 0 < wrong.sum() < width:
+        yield f"{named('column', np.flatnonzero(wrong))} of {width} alone are wrong"
+    if not wrong.all() or len(x) < FEW:
+        return
+    with np.errstate(divide="ignore", invalid="ignore"):
+        times = np.where(np.abs(y) > SHARE * size, x / y, np.nan)
+
+    def alike(c: int) -> Array:
+        off = np.abs(times - times[:, [c]]) > SHARE * np.abs(times[:, [c]])
+        return np.asarray(off.mean(axis=0) < 1 / FEW)
+
+    one = alike(0)
+    two = alike(int(one.argmin()))
+    if one.any() and (one ^ two).all() and min(one.sum(), two.sum()) > 1:
+        kinds = (named("column", np.flatnonzero(x)) for x in (one, two))
+        yield f"each row is times one number in {', and times another in '.join(kinds)}"
 
 
 class _Rows:

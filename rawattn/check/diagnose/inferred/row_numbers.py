@@ -37,7 +37,10 @@ QUANTITIES: dict[str, Step] = {  # (heads, n) of a context that a number may hol
     "log(row_sum)": lambda c: c.L - row_max(c),
 }
 ALL = [*QUANTITIES]
-HELD = {"second": ALL, "backward": ALL[2:], "jvp": [ALL[1], *ALL[5:]], "forward": ALL[5:]}
+QUANTITIES["ddsinks (1 - exp(sink - lse))"] = lambda c: c.tsink * (1 - c.P0) + 0 * c.L
+WITH = [*QUANTITIES][len(ALL) :]
+HELD = {"second": ALL + WITH, "jvp": [ALL[1], *ALL[5:], *WITH]}
+HELD |= {"backward": ALL[2:], "forward": ALL[5:]}
 OF = {"W": "second-w-omitted", "D": "delta-of-another-out", "e": "tangent-e-omitted"}
 
 
@@ -235,9 +238,12 @@ def of_sinks(question: Question, stage: str, given: Passed, found: Floats, allow
                 text = f"the sum of {term} over {of}{sign}"
                 like[text] = changes + (of != OF_ALL) + (sign != "")
     for by in maps.families(question, True) if stage == "backward" else ():
-        x = by.moved(maps.geometry(question, "lse"), terms[f"{ITS} D"][0])
-        if np.abs(x.sum(axis=1) + found).max() <= allowed:
-            like[f"the sum of {ITS} D over {OF_ALL}, summed as other rows: {by.words}"] = 1
+        weight = np.exp(np.asarray(question.sinks, dtype=np.float64))[:, None]
+        for w, words in ((1.0, ""), (weight, ", with the sink of their heads")):
+            x = w * by.moved(maps.geometry(question, "lse"), terms[f"{ITS} D"][0] / w)
+            if np.abs(x.sum(axis=1) + found).max() <= allowed:
+                text = f"the sum of {ITS} D over {OF_ALL}, summed as other rows{words}"
+                like[f"{text}: {by.words}"] = 1
     best = [text for text in like if like[text] == min(like.values())]
     return f"it is {' or '.join(best[:2])}" if best else ""
 
@@ -255,6 +261,7 @@ def _terms(question: Question, given: Passed, stage: str) -> dict[str, tuple[Flo
         f"exp({a}sink - {b}lse)": x * sinks - y * np.where(np.isfinite(lse), lse, 0.0)
         for (a, x), (b, y) in product(factors.items(), factors.items())
     }
+    exponents["exp(sink - logaddexp(lse, sink))"] = sinks - np.logaddexp(lse, sinks)
     if (cap := question.softcap) is not None:
         exponents["exp(softcap(sink) - lse)"] = cap * np.tanh(sinks / cap) - lse
     with np.errstate(over="ignore"):

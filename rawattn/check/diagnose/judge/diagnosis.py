@@ -301,7 +301,8 @@ def of_all(
         return []
     said = [f"{n}: {'; '.join(structure.where(question, n, bad))}" for n, bad in wrong.items()]
     first, name = min((int(bad.any(axis=1).argmax()), name) for name, bad in wrong.items())
-    zero = not any(by_rows(n, answers[n])[bad].any() for n, bad in wrong.items())
+    held_ones = (by_rows(n, answers[n])[bad] for n, bad in wrong.items())
+    zero = not any((x[~np.isneginf(x)] != 0).any() for x in held_ones)
     bug, held = ("rows-not-written", "0") if zero else ("unknown", "wrong")
     title = f"rows of {', '.join(wrong)} are {held}, from row {first} of {name} on"
     look_at = "offsets in memory (their width), grids, and workspaces: short packs are right"

@@ -13,7 +13,14 @@ from rawattn.check.candidate import Candidate
 from rawattn.check.cases import Case
 from rawattn.check.diagnose.catalogue.classes import CLASSES
 from rawattn.check.diagnose.engine.attention import Given, solve
-from rawattn.check.diagnose.engine.question import STAGES, Answers, Question, by_rows, side_of
+from rawattn.check.diagnose.engine.question import (
+    BY_ROW,
+    STAGES,
+    Answers,
+    Question,
+    by_rows,
+    side_of,
+)
 from rawattn.check.diagnose.evidence import precision, structure
 from rawattn.check.diagnose.evidence.precision import defined, eps_of, ladder, relative_residual
 from rawattn.check.diagnose.findings import Finding
@@ -215,15 +222,18 @@ def of_structure(verdict: StageVerdict, side: str) -> Finding:
     """What can be said of wrong tensors that no bug of the catalogue reproduces."""
     work, names = verdict.work, verdict.unexplained
     question, where = work.question, f"{work.stage}: {', '.join(names)}"
-    said = ["no known bug gives these numbers"]
+    said, places = ["no known bug gives these numbers"], set[str]()
     for name in names:
         nan = int(np.isnan(by_rows(name, work.found[name])).any(axis=2).sum())
         told = [f"{nan} rows have NaN"] if nan else []
         told += structure.where(question, name, work.bad(name))
-        said.append(f"{name}: {'; '.join(told)}")
+        columns = [] if nan else [*structure.columns(*work.pair(name), work.bad(name))]
+        places |= {": ".join((name, *columns))} if name not in BY_ROW else set()
+        said.append(f"{name}: {'; '.join(told + columns)}")
+    title = next((x for x in places if len(places) == 1 and ": " in x), "")
     judged = {*names, *verdict.right} == {*work.tensors} >= {*NEEDED.get(work.stage, names)}
     look_at = CONCLUSIONS.get(names, "") if judged else ""
-    return finding(side, "unknown", where, "low", said, look_at=look_at)
+    return finding(side, "unknown", where, "low", said, title=title, look_at=look_at)
 
 
 NEEDED = {"forward": ("out", "lse"), "backward": ("dq", "dk", "dv")}

@@ -126,9 +126,14 @@ def _of_rows(x: _Read, passed: bool) -> str:
     """What row sums are that no form gives in all rows."""
     q, text = x.places.question, "the row sums are wrong, by another number in every row"
     right = np.abs(x.total - x.due) < x.noise
-    for words, _, L in _forms(x, passed) if (right & x.known).any() else ():
-        if x.fit(lambda x, L=L: np.where(right, x.total, L(x))):
-            return f"in some rows {words}: {', '.join(where(q, 'lse', (x.known & ~right).T))}"
+    for said, _, L in _forms(x, passed) if (right & x.known).any() else ():
+        some = np.where(right, x.total, L(x))
+        if x.fit(lambda _, some=some: some):  # type: ignore[misc]
+            return f"in some rows {said}: {', '.join(where(q, 'lse', (x.known & ~right).T))}"
+    times = np.exp(x.due - x.total)[x.known]
+    if passed and np.abs(times - np.rint(times)).max(initial=0.0) < 0.02 * times.max():
+        places = ", ".join(where(q, "lse", (x.known & ~right).T))
+        return f"rows of q count {times.min():.0f} to {times.max():.0f} times in dv: {places}"
     if dtype := fields.few_bits(x.total[x.known], q.dtype.itemsize):
         return f"the lse that rows are divided by is kept in {dtype}"
     for of, beside in OF_ROWS.items():
@@ -297,9 +302,10 @@ def _of_heads(x: _Read) -> Iterator[Form]:
     parts, sums = np.exp(x.due)[:, rows], np.exp(x.total)[:, rows]
     held = np.rint(np.linalg.lstsq(parts.T, sums.T, rcond=1e-9)[0].T) + 0.0
     if (held >= 0).all() and held.any(axis=1).all():
-        told = fields.in_heads(held, np.eye(len(held)))
-        text = f"the row sums are of the keys of several heads: {told}"
-        yield text, "accumulator-not-reset", lambda x: np.log(held @ np.exp(x.due))
+        told, several = fields.in_heads(held, np.eye(len(held))), held.sum(axis=1).max() > 1
+        text = f"the row sums are of the keys of {'several' if several else 'other'} heads: {told}"
+        name = "accumulator-not-reset" if several else "statistics-misplaced"
+        yield text, name, lambda x: np.log(held @ np.exp(x.due))
 
 
 def _often(x: _Read, times: Array) -> str:

@@ -41,7 +41,7 @@ class Table:
     def off(self) -> Array:
         size = np.abs(np.where(np.isfinite(self.due), self.due, 0.0))
         row = size.max(axis=-1, keepdims=True, initial=0.0)
-        least = max(float(row.mean()), 1e-3 * float(np.abs(self.found).max(initial=0.0)), 1e-30)
+        least = max(float(row.mean()), 1e-3 * float(np.abs(self.found).max(initial=0.0)), 1e-6)
         with np.errstate(invalid="ignore"):
             allowed = self.noise * np.maximum(size, self.floor * np.maximum(row, least))
             close = np.abs(self.found - self.due) <= allowed
@@ -170,7 +170,7 @@ def _kinds(of: Table, head: int, row: int) -> dict[str, list[int]]:
     found, due = of.found[head, row, columns], of.due[head, row, columns]
     with np.errstate(divide="ignore", invalid="ignore"):
         size = np.abs(of.due[head][np.isfinite(of.due[head])]).max(initial=0.0)
-        ratio = np.where(np.abs(due) > of.noise * size, found / due, np.nan)
+        ratio = np.where(np.abs(due) > of.noise * size + 1e-9, found / due, np.nan)
     kinds: dict[str, list[int]] = {}
     for n, column in enumerate(columns):
         alike = np.abs(ratio - ratio[n]) <= max(1e-3, of.noise) * abs(ratio[n])
