@@ -142,7 +142,7 @@ def explain_command(files: tuple[Path, ...], log: Path | None, class_: str | Non
     "--identify/--plain",
     default=None,
     help="with sequences whose results tell all of a kernel's weights, entry by entry (the default "
-    "without CASE and --lengths), or the problem alone, of second order too.",
+    "without CASE and --lengths), or the problem alone, with its sliding branch.",
 )
 @click.option(
     "--intermediates", "sequence", type=int, help="S, P, dP, dS (E, tP, tdS) of it, by its index."

@@ -18,7 +18,16 @@ ADDED = 9  # tokens at most, to a sequence of the reader's second problem
 
 def packed(like: Question) -> Question:
     """``like``, and behind its sequences those of what would be asked. Raises Refused."""
-    return _joined([_plain(like), *_questions(_shorter(like))])
+    first = replace(like, dout=_plain(like).dout, out=None, lse=None, tsinks=None, sliding=None)
+    return _joined([first, *(_still(of, like) for of in _questions(_shorter(like)))])
+
+
+def _still(question: Question, like: Question) -> Question:
+    """With what ``like`` has of derivatives: v as its own direction, and zeros."""
+    of = {"tq": question.q, "tk": question.k, "tblock_scale": question.block_scale}
+    of |= {"dlse": question.q[..., 0].T}
+    given: Any = {n: np.zeros_like(x) for n, x in of.items() if getattr(like, n) is not None}
+    return replace(question, **given, tv=None if like.tv is None else question.v)
 
 
 def read_packed(
@@ -72,7 +81,7 @@ def _shorter(question: Question) -> Question:
         changes[f"cu_seqlens_{of}"] = np.append(0, np.cumsum(lengths)).astype(np.int32)
     if question.seqused_k is not None:
         changes["seqused_k"] = np.minimum(question.seqused_k, lengths).astype(np.int32)
-    return replace(_plain(question), **changes)
+    return replace(_plain(question), tv=question.tv, **changes)
 
 
 def _questions(like: Question) -> list[Question]:
@@ -93,7 +102,9 @@ def _questions(like: Question) -> list[Question]:
 def _joined(parts: list[Question]) -> Question:
     names = [n for of in BY_TOKENS.values() for n in of if getattr(parts[0], n) is not None]
     names += ["seqused_k"] * (parts[0].seqused_k is not None)
-    given: dict[str, Any] = {n: np.concatenate([getattr(x, n) for x in parts]) for n in names}
+    given: dict[str, Any] = {}
+    for n in names:
+        given[n] = np.concatenate([getattr(x, n) for x in parts], axis=int(n in ("dlse", "lse")))
     for of in "qk":
         lengths = np.concatenate([np.diff(x.offsets(of)) for x in parts])
         given[f"cu_seqlens_{of}"] = np.append(0, np.cumsum(lengths)).astype(np.int32)

@@ -16,6 +16,7 @@ from rawattn.check.diagnose.read.probe import Backward, Weights
 Array = np.ndarray
 OFF = 8.0  # units of noise
 SMALL = 1e-4  # of a row's largest weight: less tells nothing
+SURE = 1e-3  # noise with which one number tells whose it is
 PIECES, HEADS = 16, 4  # of what is wrong of a head, and heads that are not alike, that are told
 ROW = ("it",)  # the columns of a table of one number a row
 ROWS = {"q": "i", "k": "j"}  # what rows of a side are called
@@ -198,7 +199,7 @@ def _other_row(of: Table, head: int, row: int, columns: Array) -> str:
         return "is 0"
     if not np.isfinite(found[columns]).all():
         return "is not finite"
-    if np.count_nonzero(near) == 1:
+    if np.count_nonzero(near) == 1 and (of.columns != ROW or of.noise < SURE):
         h, i = map(int, np.argwhere(near)[0])
         at = [f"head {h}"] * (h != head) + [f"{ROWS[of.side]} {i - row:+d}"] * (i != row)
         return f"is that of {', '.join(at)}"
