@@ -3,7 +3,8 @@ has in place of dS = P o (dP - D), by steps that give all that was read."""
 
 import contextlib
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, field, replace
+from copy import copy
+from dataclasses import dataclass, field
 from functools import cached_property, partial
 from itertools import islice, product
 from typing import Any
@@ -61,8 +62,8 @@ class Part:
         self.seen = places.rights if said is None else said.support.at(places)
         self.said, self.name = said, name
         if said is not None and said.listed is not None:
-            slope = listed_scores(said.listed, places, self.slopes.S)[1]
-            self.slopes = replace(self.slopes, slope=slope)
+            self.slopes = copy(self.slopes)
+            self.slopes.slope = listed_scores(said.listed, places, self.slopes.S)[1]
         slopes = self.slopes
         L = np.where(np.isfinite(slopes.L), slopes.L, np.inf)
         of_rows = said is not None and "bP" in said.steps

@@ -109,7 +109,7 @@ def _read_beyond(stage: str, ask: Ask, question: Question) -> Weights:
         return {"out": ask(replace(given, **still, tv=asked.v))["ddout"]}
 
     read = probe.read_forward(tangents, question)
-    return read if stage == "jvp" else replace(read, value_head=None)
+    return read if stage == "jvp" else Weights(read.right, read.P, read.lse, None)
 
 
 BEYOND = {stage: partial(_read_beyond, stage) for stage in ("jvp", "second")}  # no file tells these

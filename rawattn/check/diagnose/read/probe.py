@@ -4,8 +4,8 @@ sequences and heads are asked at once. Long, since the passes share how a functi
 
 import itertools
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field, replace
-from functools import cached_property, partial
+from dataclasses import replace
+from functools import partial
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -13,6 +13,7 @@ import numpy as np
 from rawattn.check.cases import in_use
 from rawattn.check.diagnose.engine.question import Answers, Question
 from rawattn.check.diagnose.evidence.places import Array, Places, Right
+from rawattn.check.diagnose.read.fields import Calls
 from rawattn.check.diagnose.read.terms import backward_of
 from rawattn.check.diff import FLOATING
 
@@ -29,70 +30,36 @@ class Refused(Exception):
     """The function cannot be read; the text says why."""
 
 
-@dataclass(frozen=True, eq=False)
 class Weights:
     """P (num_heads_q, total_q, total_k) as out has it, and lse (num_heads_q, total_q), None if it
     is not given or depends on v. value_head, like lse: the head of v that a row took, 0.5 and the
     like where that is none; None of a backward pass, of which ``calls`` are the lse that each was
-    given, and the rows that it tells of."""
+    given, and the rows that it tells of. passed: it is that of a backward pass, which makes it with
+    the lse that it is given. telling: rows that tell anything: with an lse of no keys a backward
+    pass has no weights. alive: rows that are numbers. seen: which weights are not 0, and logs their
+    logarithms, 0 of others."""
 
-    right: Right
-    P: Array
-    lse: Array | None
-    value_head: Array | None
-    calls: Sequence[tuple[Array, Any]] = ()
-
-    @property
-    def places(self) -> Places:
-        return self.right.places
-
-    @property
-    def passed(self) -> bool:
-        """Whether it is that of a backward pass, which makes it with the lse that it is given."""
-        return self.value_head is None
-
-    @property
-    def telling(self) -> Array:
-        """Rows that tell anything: with an lse of no keys a backward pass has no weights."""
-        return np.asarray(np.isfinite(self.right.lse) | (not self.passed))
-
-    @property
-    def noise(self) -> float:
-        return NOISE[self.places.question.dtype.name]
-
-    @property
-    def least(self) -> float:
-        return SEEN.get(self.places.question.dtype.name, TINY)
-
-    @cached_property
-    def alive(self) -> Array:
-        """Rows that are numbers."""
-        return np.asarray(np.isfinite(self.P).all(axis=-1))
-
-    @cached_property
-    def seen(self) -> Array:
-        """Which weights are not 0."""
-        return np.asarray(self.alive[..., None] & (np.nan_to_num(self.P) > self.least))
-
-    @property
-    def logs(self) -> Array:
-        """The logarithms of the weights that are seen, 0 of others."""
-        return np.asarray(np.log(np.where(self.seen, self.P, 1.0)))
+    def __init__(
+        self, right: Right, P: Array, lse: Array | None, head: Array | None, calls: Calls = ()
+    ) -> None:
+        self.right, self.P, self.lse, self.value_head, self.calls = right, P, lse, head, calls
+        self.places, self.passed = right.places, head is None
+        dtype = self.places.question.dtype.name
+        self.noise, self.least = NOISE[dtype], SEEN.get(dtype, TINY)
+        self.telling = np.isfinite(right.lse) if self.passed else np.full(P.shape[:2], True)
+        self.alive = np.asarray(np.isfinite(P).all(axis=-1))
+        self.seen = self.alive[..., None] & (np.nan_to_num(P) > self.least)
+        self.logs = np.log(np.where(self.seen, P, 1.0))
 
 
-@dataclass(frozen=True, eq=False)
 class Slopes:
     """dS as dq or dk has it, and what is right in the calls in which it was read: S, L (the lse
     that was passed), dP, D, slope (of a softcap, or the gate of a block), all (num_heads_q,
     total_q, total_k). asked: what each call was about, and where in dS what it gave is."""
 
-    dS: Array
-    S: Array
-    L: Array
-    dP: Array
-    D: Array
-    slope: Array
-    asked: list[tuple[Question, Any]] = field(default_factory=list)
+    def __init__(self, *shape: int) -> None:
+        self.dS, self.S, self.L, self.dP, self.D, self.slope = (np.zeros(shape) for _ in range(6))
+        self.asked = list[tuple[Question, Any]]()
 
     @property
     def Z(self) -> Array:
@@ -214,7 +181,7 @@ def read_backward(ask: Ask, question: Question) -> Backward:
     normal = partial(_drawn, rng)
     q, k, v = normal(question.q, size), normal(question.k, size), normal(question.v, 1.0)
     dout = normal(np.asarray(question.out), 1.0)
-    of_q, of_k = (Slopes(*np.zeros((6, H, n, m))) for _ in range(2))
+    of_q, of_k = Slopes(H, n, m), Slopes(H, n, m)
     for block in _blocks(m, depth):
         right, asked = with_right(replace(question, q=q, k=_units(k, block), v=v, dout=dout))
         dq = _called(ask, asked, dq=q.shape)["dq"].transpose(1, 0, 2)[..., : len(block)]
