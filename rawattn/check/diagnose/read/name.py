@@ -200,7 +200,15 @@ def _read(question: Question, stage: str, ask: Ask, known: Known) -> Said:
 
     here = problem(question, 0)
     reader, say = READERS.get(stage, (BEYOND.get(stage, probe.read_forward), said_of))
-    found, again = reader(counted, here), cache(partial(_elsewhere, reader, counted, here))
+    found = reader(counted, here)
+
+    @cache
+    def again() -> Any:
+        try:
+            return reader(counted, problem(here, 1, other=4, more=SHORT))
+        except Refused:  # then of multiples of such lengths as it takes
+            multiple = math.gcd(*here.lengths_q, *here.lengths_k)
+            return reader(counted, problem(here, 1, other=multiple))
 
     def table() -> str:
         return next(filter(None, (tables.told(one, here) for one in tables.tables_of(found))), "")
@@ -248,12 +256,3 @@ def _is_so(said: Said, question: Question, answers: Answers) -> bool:
     off = np.abs(np.nan_to_num(answers[name].astype(np.float64) - due)).max(axis=-1, initial=0.0)
     size = np.maximum(np.abs(due).max(axis=-1, initial=0.0), np.sqrt(np.mean(due**2)))
     return bool((off <= NEAR[question.dtype.itemsize] * size).all())
-
-
-def _elsewhere(of: Callable[[Ask, Question], Any], ask: Ask, question: Question) -> Any:
-    """What is read on other lengths; where they are refused, on multiples of such as it takes."""
-    try:
-        return of(ask, problem(question, 1, other=4, more=SHORT))
-    except Refused:
-        multiple = math.gcd(*question.lengths_q, *question.lengths_k)
-        return of(ask, problem(question, 1, other=multiple))
