@@ -65,29 +65,32 @@ class Part:
             self.slopes = copy(self.slopes)
             self.slopes.slope = listed_scores(said.listed, places, self.slopes.S)[1]
         slopes = self.slopes
-        L = np.where(np.isfinite(slopes.L), slopes.L, np.inf)
         of_rows = said is not None and "bP" in said.steps
-        self.P = self.of(lambda c: c.P) if of_rows else self._weights(places, slopes.S, L)
+        self.P = self.of(lambda c: c.P) if of_rows else self._weights(places, slopes.S, slopes.L)
         size = float(np.sqrt(np.mean(slopes.Z**2))) or 1.0
         self.there = (self.P > 1e-4) & (np.abs(slopes.Z) > CLEAR * size)
         due = np.where(self.there, self.P * slopes.Z, 1.0)
         self.f = np.where(self.there, slopes.dS / due, 1.0)
         self.gone = self.there & (np.abs(self.f) < 1e-3)
-        self.wrongly = ~self.seen & (np.abs(slopes.dS) > TINY) & np.isfinite(L)
+        self.wrongly = ~self.seen & (np.abs(slopes.dS) > TINY) & np.isfinite(slopes.L)
         self.known = self.there & ~self.gone
+        # what stands in the place of D, of every pair, NaN where it is not known; the noise of one
+        by = np.where(self.known, self.P * slopes.slope, 1.0)
+        self.row_term = np.where(self.known, slopes.dP - slopes.dS / by, np.nan)
+        self.of_row_term = self.noise * float(np.nanmax(np.abs(self.row_term), initial=1.0))
 
     def _weights(self, places: Places, S: Array, L: Array) -> Array:
         """P with what is known of it, by the right scores and lse."""
         with np.errstate(over="ignore"):
             scores = S if self.said is None else self.said.scores(places, S)
-            return np.where(self.seen, np.exp(scores - L), 0.0)
+            return np.where(self.seen, np.exp(scores - dead_to_inf(np, L)), 0.0)
 
     def context(self, question: Question) -> Context:
         """Of a call, with what is known of P."""
         places = places_of(question)
         c = backward_of(Right(places))
         c.W = self.seen.astype(np.float64)
-        c.P = self._weights(places, c.S, dead_to_inf(np, c.L)[..., None])
+        c.P = self._weights(places, c.S, c.L[..., None])
         if self.said is not None and "bP" in self.said.steps:
             S = np.where(self.seen, self.said.scores(places, c.S), -np.inf)
             c.P = self.said.steps["bP"](changed(c, S=S))
@@ -96,17 +99,6 @@ class Part:
         c.dS = c.P * (c.dP - c.D[..., None])
         c.dY = c.slope * c.dS
         return c
-
-    @cached_property
-    def row_term(self) -> Array:
-        """What stands in the place of D, of every pair; NaN where it is not known."""
-        scale = np.where(self.known, self.P * self.slopes.slope, 1.0)
-        return np.where(self.known, self.slopes.dP - self.slopes.dS / scale, np.nan)
-
-    @cached_property
-    def of_row_term(self) -> float:
-        """The noise of one."""
-        return self.noise * float(np.nanmax(np.abs(self.row_term), initial=1.0))
 
     @cached_property
     def main(self) -> tuple[Context, Any]:
@@ -127,11 +119,6 @@ class Part:
     def fits(self, due: Array) -> bool:
         size = np.where(self.known, self.P * np.abs(self.slopes.dP - self.slopes.D), 1.0)
         return self.field(np.where(self.known, self.slopes.dS - due, 0.0) / size).zero
-
-    @property
-    def right(self) -> bool:
-        """Whether dS is right, for all that P is not."""
-        return not (self.gone.any() or self.wrongly.any()) and self.field(self.f - 1).zero
 
     @property
     def pairs(self) -> tuple[Places, Array, Array]:

@@ -54,7 +54,8 @@ def _change(
 ) -> Change:
     """What is wrong with dS of a gradient; ``same``: with that of dq, which tells of all heads."""
     of_P = said.see or said.term or said.listed or "bP" in said.steps
-    if of_P and Part(None, read, name).right:
+    right = Part(None, read, name) if of_P else None  # which dS may have, for all that P has not
+    if right and right.field(right.f - 1).zero and not (right.gone.any() or right.wrongly.any()):
         return Change(["is that of the right weights"], "", _masked, masked=True)
     own = Part(said, read, name)
     if said.wrong and own.fits(own.of(by_own_sums)):
