@@ -3,7 +3,6 @@ stage is judged on its own, at one precision after the other, the finest first, 
 is not taken for coarse rounding: the right computation, then every bug, on all tensors or on some.
 Long, since one bug, and some for some tensors, are chosen from the same fits."""
 
-import contextlib
 import itertools
 import math
 import re
@@ -11,7 +10,7 @@ import warnings
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cache, cached_property, partial
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import ml_dtypes
 import numpy as np
@@ -92,15 +91,16 @@ class SearchFailed(RuntimeWarning):
     """A search raised: a mistake of ours, which hides nothing of what the others find."""
 
 
-@contextlib.contextmanager
-def _searching() -> Iterator[None]:
+def _searched(search: Callable[..., Iterable[Any]], *given: Any) -> list[Any]:
+    found = list[Any]()
     try:
-        yield
+        found += search(*given)
     except NotImplementedError:  # of what was read on other lengths alone
-        return
+        pass
     except (IndexError, ValueError) as error:
         text = f"a search of rawattn-check failed, so that a bug may be missed: {error!r}"
-        warnings.warn(text, SearchFailed, stacklevel=3)
+        warnings.warn(text, SearchFailed, stacklevel=2)
+    return found
 
 
 def _in_rows(rows: dict[str, Floats], right: Answers, _: Question, answers: Answers) -> Answers:
@@ -168,10 +168,10 @@ class Stage:
         """What the stage gives with each bug that can be planted, given what it was given."""
         return [one for bug in bugs for one in self._planted(bug, self.given)]
 
-    def _planted(self, bug: Bug, given: Given, stage: str = "") -> Iterator[Prediction]:
-        with _searching():
-            found = solve(self.question, stage or self.stage, bug, given=given)
-            yield Prediction(bug, given, found)
+    def _planted(self, bug: Bug, given: Given, stage: str = "") -> list[Prediction]:
+        asked = self.question, stage or self.stage, bug
+        found = _searched(lambda: [solve(*asked, given=given)])
+        return [Prediction(bug, given, answers) for answers in found]
 
     def with_other_inputs(self, bugs: Iterable[Bug]) -> Iterator[Prediction]:
         """Predictions of backward passes that made an out or an lse of their own."""
@@ -210,9 +210,8 @@ class Stage:
     def usual(self) -> list[Prediction]:
         """Predictions with each bug that is listed, that other stages have, or of one term."""
         more = terms.single(self.sample)
-        with _searching():
-            more += row_numbers.bugs(self.sample) if not more else ()
-            more += inputs.of_heads(self.sample) if self.stage == "backward" else ()
+        more += _searched(row_numbers.bugs, self.sample) if not more else ()
+        more += _searched(inputs.of_heads, self.sample) if self.stage == "backward" else ()
         with warnings.catch_warnings(action="ignore", category=SearchFailed):
             hinted = self.planted(self.hints)  # of problems that may have other heads
         return [*self.planted(self.worth), *hinted, *self.planted(more)]
@@ -220,19 +219,13 @@ class Stage:
     @cached_property
     def worth(self) -> list[Bug]:
         """Listed bugs that leave less than the right computation where the most is wrong."""
-        found = []
-        for bug in self.listed:
-            with _searching():
-                found += [bug] if self.sample.allows(bug) else []
-        return found
+        allows = partial(_searched, filter, self.sample.allows)
+        return [bug for bug in self.listed if allows([bug])]
 
     def _of_terms(self) -> list[Prediction]:
         """Beyond the first order: what is in one of two passes, or the tangents, alone."""
-        found = list[Bug]()
-        if self.stage in BEYOND and (self.shown or not over(self.until)):
-            with _searching():
-                found += terms.bugs(self.sample)
-        return self.planted(found)
+        asked = self.stage in BEYOND and (self.shown or not over(self.until))
+        return self.planted(_searched(terms.bugs, self.sample) if asked else ())
 
     @cached_property
     def listed(self) -> tuple[Bug, ...]:
@@ -252,8 +245,7 @@ class Stage:
     def _inferred(self, bugs: list[Bug], searches: Iterable[Search]) -> list[Prediction]:
         """Predictions of ``bugs``, and of those that searches of the answers give."""
         for of in searches if not over(self.until) else ():
-            with _searching():
-                bugs = [*bugs, *of(self.sample)]
+            bugs = [*bugs, *_searched(of, self.sample)]
         bugs = [bug for bug in bugs if self.stage in bug.stages and self.allows(bug)]
         return [*self.planted(bugs), *self.with_other_inputs(bugs)]
 
