@@ -13,14 +13,7 @@ import numpy as np
 from rawattn.check.candidate import Candidate
 from rawattn.check.cases import Case, in_use
 from rawattn.check.diagnose.engine.attention import FIRST, solve
-from rawattn.check.diagnose.engine.question import (
-    STAGES,
-    Answers,
-    Question,
-    by_rows,
-    part,
-    side_of,
-)
+from rawattn.check.diagnose.engine.question import STAGES, Answers, Question, by_rows, part, side_of
 from rawattn.check.diagnose.findings import Finding
 from rawattn.check.diagnose.judge.diagnosis import costs_of, sizes_of
 from rawattn.check.diagnose.read import probe
