@@ -82,11 +82,6 @@ def catalogue(question: Question, stage: str) -> tuple[Bug, ...]:
     return tuple(bug for bug in found if stage in bug.stages)
 
 
-def _of_scores(bug: Bug) -> bool:
-    """Whether a bug changes P and out, so that it matters whose lse and out a backward gets."""
-    return bug.see is not None or bool({"Y", "cap"} & bug.steps.keys())
-
-
 class SearchFailed(RuntimeWarning):
     """A search raised: a mistake of ours, which hides nothing of what the others find."""
 
@@ -178,10 +173,11 @@ class Stage:
         if self.stage in ("forward", "jvp"):
             return
         wrong = self.given is not None and is_wrong(self.question, self.given)
-        for bug in bugs:
-            if (bug is NO_BUG and self.given is not None) or (wrong and not _of_scores(bug)):
+        for bug in bugs:  # of scores: it changes P and out, so that it matters whose it gets
+            of_scores = bug.see is not None or not {"Y", "cap"}.isdisjoint(bug.steps)
+            if (bug is NO_BUG and self.given is not None) or (wrong and not of_scores):
                 yield from self._planted(bug, None)
-            if _of_scores(bug) and "forward" in bug.stages:  # that had the same bug
+            if of_scores and "forward" in bug.stages:  # that had the same bug
                 for forward in self._planted(bug, None, "forward"):
                     yield from self._planted(bug, (forward.answers["out"], forward.answers["lse"]))
 

@@ -230,7 +230,7 @@ def _of_columns(factors: Array, c: Context) -> Array:
 def _row_terms(part: Part) -> Iterator[Change]:
     """D of other rows or heads, or of some keys alone."""
     (c, at), known = part.main, part.known[part.main[1]]
-    for text, name, D in _others(part.places.question) if known.any() else ():
+    for text, name, D in _others() if known.any() else ():
         with np.errstate(invalid="ignore"):
             due = np.broadcast_to(D(c), part.P.shape)
             held = np.abs(part.row_term[at] - due[at]) < part.of_row_term
@@ -238,7 +238,7 @@ def _row_terms(part: Part) -> Iterator[Change]:
             yield Change([f"takes D {text}"], name, partial(_with_delta, D), whole=True)
 
 
-def _others(question: Question) -> Iterator[tuple[str, str, Of]]:
+def _others() -> Iterator[tuple[str, str, Of]]:
     for (words, of), tile in product(OVER.items(), TILES):
         yield f"over {words.format(tile)} alone", ANOTHER, partial(_over, of, tile)
     for tile, own in product(TILES, TILES):
