@@ -18,7 +18,14 @@ ADDED = 9  # tokens at most, to a sequence of the reader's second problem
 
 def packed(like: Question) -> Question:
     """``like``, and behind its sequences those of what would be asked. Raises Refused."""
-    return _joined([_plain(like), *_questions(_shorter(like))])
+    parts = [_plain(like), *_questions(_shorter(like))]
+    names = [n for of in BY_TOKENS.values() for n in of if getattr(parts[0], n) is not None]
+    names += ["seqused_k"] * (parts[0].seqused_k is not None)
+    given: dict[str, Any] = {n: np.concatenate([getattr(x, n) for x in parts]) for n in names}
+    for of in "qk":
+        lengths = np.concatenate([np.diff(x.offsets(of)) for x in parts])
+        given[f"cu_seqlens_{of}"] = np.append(0, np.cumsum(lengths)).astype(np.int32)
+    return replace(parts[0], **given)
 
 
 def read_packed(
@@ -88,16 +95,6 @@ def _questions(like: Question) -> list[Question]:
         for seed, other in ((0, False), (1, True)):
             reader(ask, problem(like, seed, other=other))
     return [_plain(question) for question in found]
-
-
-def _joined(parts: list[Question]) -> Question:
-    names = [n for of in BY_TOKENS.values() for n in of if getattr(parts[0], n) is not None]
-    names += ["seqused_k"] * (parts[0].seqused_k is not None)
-    given: dict[str, Any] = {n: np.concatenate([getattr(x, n) for x in parts]) for n in names}
-    for of in "qk":
-        lengths = np.concatenate([np.diff(x.offsets(of)) for x in parts])
-        given[f"cu_seqlens_{of}"] = np.append(0, np.cumsum(lengths)).astype(np.int32)
-    return replace(parts[0], **given)
 
 
 def _same(one: Question, other: Question) -> bool:

@@ -196,9 +196,8 @@ def read_backward(ask: Ask, question: Question) -> Backward:
         _put(of_k, right, at, dk / question.scale)
         P[at], lse[at] = dv, right.lse[at]
         calls.append((right.lse, at))
-    columns = [np.zeros_like(like) for like in (q, dout)]
-    for of_heads in columns:  # each query head has a column of its own
-        of_heads[:, range(H), range(H)] = 1
+    # each query head has a column of its own
+    columns = [np.zeros_like(x) + np.eye(*x.shape[1:], dtype=x.dtype) for x in (q, dout)]
     _, asked = with_right(replace(question, q=columns[0], k=k, v=v, dout=columns[1]))
     answers = _called(ask, asked, dk=k.shape, dv=v.shape)
     own = np.repeat(np.eye(question.num_heads_kv), group, axis=1) > 0
