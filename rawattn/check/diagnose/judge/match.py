@@ -164,8 +164,7 @@ class Stage:
         return [one for bug in bugs for one in self._planted(bug, self.given)]
 
     def _planted(self, bug: Bug, given: Given, stage: str = "") -> list[Prediction]:
-        asked = self.question, stage or self.stage, bug
-        found = _searched(lambda: [solve(*asked, given=given)])
+        found = _searched(lambda: [solve(self.question, stage or self.stage, bug, given=given)])
         return [Prediction(bug, given, answers) for answers in found]
 
     def with_other_inputs(self, bugs: Iterable[Bug]) -> Iterator[Prediction]:
@@ -215,8 +214,7 @@ class Stage:
     @cached_property
     def worth(self) -> list[Bug]:
         """Listed bugs that leave less than the right computation where the most is wrong."""
-        allows = partial(_searched, filter, self.sample.allows)
-        return [bug for bug in self.listed if allows([bug])]
+        return [bug for bug in self.listed if _searched(filter, self.sample.allows, [bug])]
 
     def _of_terms(self) -> list[Prediction]:
         """Beyond the first order: what is in one of two passes, or the tangents, alone."""
@@ -402,7 +400,6 @@ def _verdict(work: Stage, steps: Sequence[Precision]) -> StageVerdict:
             return best
     if best is not None:
         return best
-    right = good(work.right_at(steps[-1]))
     wrong = tuple(name for name in work.tensors if name not in right)
     return StageVerdict(work, steps[0].name, right, (), wrong, first)
 

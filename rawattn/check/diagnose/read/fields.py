@@ -46,8 +46,7 @@ class Field:
         as far off; inf for what is no number."""
         with np.errstate(invalid="ignore", over="ignore"):
             off = np.abs(self.own - self.centred(x))
-            count = np.maximum(self.there.sum(axis=(1, 2)), 1)
-            rms = np.sqrt((off**2).sum(axis=(1, 2)) / count)
+            rms = np.sqrt((off**2).sum(axis=(1, 2)) / np.maximum(self.there.sum(axis=(1, 2)), 1))
         worst = np.maximum(rms, off.max(axis=(1, 2), initial=0.0) / PEAK) / self.noise
         return np.where(np.isfinite(worst), worst, np.inf)
 

@@ -4,10 +4,9 @@ has in place of dS = P o (dP - D), by steps that give all that was read."""
 import contextlib
 from collections.abc import Callable, Iterator, Mapping
 from copy import copy
-from dataclasses import dataclass, field
 from functools import cached_property, partial
 from itertools import islice, product
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -128,13 +127,12 @@ class Part:
         return x, (right & ~self.gone) | (self.wrongly & ~right), known
 
 
-@dataclass(eq=False)
-class Change:
+class Change(NamedTuple):
     """What is wrong with dS, in words, and its class. dY: what stands in the place of c.dY, None
     where no step tells. masked: it is right, unlike P. times: by head, a factor. whole: this is all
     of dS, so that pairs where it happens to be 0 are not missed."""
 
-    text: list[str] = field(default_factory=list)
+    text: list[str]
     name: str = ""
     dY: Of | None = None
     masked: bool = False
@@ -145,8 +143,7 @@ class Change:
 def form_of(part: Part, second: Callable[[], Part]) -> Change | None:
     """The plainest form that gives all that was read, and what is read on other lengths too."""
     forms = (change for make in (_sums, _columns, _row_terms, _slopes) for change in make(part))
-    fitting = (x for x in forms if x.dY is not None and part.fits(part.of(x.dY)))
-    found = [*islice(fitting, ALIKE)]
+    found = [*islice((x for x in forms if x.dY is not None and part.fits(part.of(x.dY))), ALIKE)]
     if len(found) > 1:
         with contextlib.suppress(NotImplementedError, ValueError):  # nobody is known to see there
             other = second()
@@ -223,8 +220,7 @@ def _columns(part: Part) -> Iterator[Change]:
 
 def _of_columns(factors: Array, c: Context) -> Array:
     D = (c.dO * c.O * factors[1]).sum(axis=-1) - c.dL
-    dP = times(c.dO, (c.V * factors[0]).mT)
-    return _with_delta(lambda c: D[..., None], changed(c, dP=dP))
+    return _with_delta(lambda c: D[..., None], changed(c, dP=times(c.dO, (c.V * factors[0]).mT)))
 
 
 def _row_terms(part: Part) -> Iterator[Change]:

@@ -5,7 +5,6 @@ sequences and heads are asked at once. Long, since the passes share how a functi
 import itertools
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
-from functools import partial
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -81,8 +80,7 @@ def problem(question: Question, seed: int, *, other: int = 0, more: Sequence[int
     if other:  # where it can, another order, so that nothing hangs on the place of a sequence
         longer = [other * (3 + 5 * b % 7) for b in range(question.batch)]
         lengths = [np.where(x > 0, x + longer, 0)[::-1] for x in lengths]
-        apart = question.lengths_q != question.lengths_k
-        further = (more, more[:: -1 if apart else 1])
+        further = (more, more[:: -1 if question.lengths_q != question.lengths_k else 1])
         lengths = [np.append(x, y).astype(int) for x, y in zip(lengths, further, strict=True)]
     offsets = [np.concatenate([[0], np.cumsum(x)]).astype(np.int32) for x in lengths]
     used = question.seqused_k
@@ -123,8 +121,7 @@ def _lists(question: Question, rng: np.random.Generator) -> dict[str, Any]:
         counts = rng.integers(0, shape[2] + 1, (shape[0], question.block_counts.shape[1]))
         found["block_counts"] = counts.astype(question.block_counts.dtype)
     if question.block_scale is not None:
-        gates = rng.uniform(0.5, 1.5, shape)
-        found["block_scale"] = gates.astype(question.block_scale.dtype)
+        found["block_scale"] = rng.uniform(0.5, 1.5, shape).astype(question.block_scale.dtype)
     return found
 
 
@@ -178,9 +175,8 @@ def read_backward(ask: Ask, question: Question) -> Backward:
     _allow(-(-m // depth) + group * -(-n // width) + 1)
     rng = np.random.default_rng([n, m, 78])
     size = SPREAD / (abs(question.scale) or 1.0)
-    normal = partial(_drawn, rng)
-    q, k, v = normal(question.q, size), normal(question.k, size), normal(question.v, 1.0)
-    dout = normal(np.asarray(question.out), 1.0)
+    like = (question.q, size), (question.k, size), (question.v, 1.0), (question.out, 1.0)
+    q, k, v, dout = (_drawn(rng, np.asarray(x), by) for x, by in like)
     of_q, of_k = Slopes(H, n, m), Slopes(H, n, m)
     for block in _blocks(m, depth):
         right, asked = with_right(replace(question, q=q, k=_units(k, block), v=v, dout=dout))
@@ -216,8 +212,7 @@ def read_entries(ask: Ask, question: Question, name: str, of: str) -> Array:
     like: Any = question.out if of == "dout" else getattr(question, of)
     (n, m), H = Places(question).j.shape, question.num_heads_q
     found, width = np.zeros((H, n, m)), like.shape[2]
-    of_keys = of in ("v", "k")
-    heads, rows = ([None], m) if of_keys else ([*range(H)], n)
+    heads, rows = ([None], m) if of in ("v", "k") else ([*range(H)], n)
     parts = [*itertools.product(heads, _blocks(rows, width))]
     _allow(len(parts))
     for head, block in parts:

@@ -135,7 +135,7 @@ def _form_of(part: Part, second: Callable[[], Part]) -> Change:
     """What stands there in place of dS."""
     f, places = part.f, part.places
     if part.field(f - 1).zero:
-        return Change()
+        return Change([])
     heads = zip(f, part.known, strict=True)
     values = [np.median(x[there]) if there.any() else 1.0 for x, there in heads]
     by = np.array(values)[:, None, None]
@@ -159,5 +159,4 @@ def _form_of(part: Part, second: Callable[[], Part]) -> Change:
     if (f > 0)[logs.there].all() and logs.fits(of(places)):
         text = f"is multiplied by exp of {told}"
         return Change([text], "unknown", lambda c: np.exp(at(c, of)) * c.dY)
-    coarse = Field(f - 1, logs.there, False, COARSE).zero
-    return Change([] if coarse else [IN_ANOTHER_WAY])
+    return Change([] if Field(f - 1, logs.there, False, COARSE).zero else [IN_ANOTHER_WAY])

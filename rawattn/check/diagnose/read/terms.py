@@ -148,8 +148,7 @@ def _columns(field: Field, c: Context) -> Iterator[Term]:
     told, whole = of_columns(weights)
     weights = np.where(np.abs(weights - np.rint(weights)) < 1e-2, np.rint(weights), weights)
     steps: dict[str, Step] = {"Y": lambda c: STEPS["Y"](changed(c, Q=c.Q * weights))}
-    name = "head-dim-tail" if whole else "score-scale"
-    yield Term(f"the scores are q . k {told}", name, steps)
+    yield Term(f"the scores are q . k {told}", "head-dim-tail" if whole else "score-scale", steps)
 
 
 def of_columns(factors: Array) -> tuple[str, bool]:
