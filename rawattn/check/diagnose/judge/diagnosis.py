@@ -138,8 +138,7 @@ def _judge(
     facts += [f"{side}: {verdict.work.stage}: {CUT}" for verdict in verdicts if verdict.cut]
     findings = _resolve(question, side, verdicts)
     zeros = any(one.bug == "vacuous" for one in empty_ones)
-    for verdict in verdicts:
-        findings += rounding.of_right(verdict, side, zeros=zeros)
+    findings += [x for of in verdicts for x in rounding.of_right(of, side, zeros=zeros)]
     findings += [*empty_ones, *races]
     if call is not None and not findings and question.dtype.itemsize == 2:  # it fails nonetheless
         findings += [one for of in verdicts for one in rounding.in_16_bits(of, side, of.right)]

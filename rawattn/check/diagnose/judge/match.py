@@ -149,6 +149,7 @@ class Stage:
         right = self.rights[-1].answers  # of the right out and lse: NaN comes from inputs alone
         self.rows = {n: noise.defined(question, n, right[n]) & self._held(n) for n in self.tensors}
         self.finest = ladder(question.dtype)[0]
+        self.sizes = cache(partial(noise.sizes, question, stage, self.given))
         self.telling = {name for name in self.tensors if self._tells(name)}
         self.relative, self.fit = cache(self._relative), cache(self._fit)
         self.noisy: dict[tuple[Prediction, str], Answers] = {}  # by precision
@@ -196,10 +197,6 @@ class Stage:
     @cached_property
     def sample(self) -> Sample:
         return Sample(*self.asked, self.given)
-
-    @cached_property
-    def sizes(self) -> Answers:
-        return noise.sizes(self.question, self.stage, self.given)
 
     @cached_property
     def usual(self) -> list[Prediction]:
@@ -290,7 +287,7 @@ class Stage:
         for one in self.rights:
             bad = bad & noise.rows_off(*self.pair(name, one), self.rows[name], share)
         if bad.any():  # those that cancel are judged by what went in
-            least = self.sizes.get(name, 0.0)
+            least = self.sizes().get(name, 0.0)
             bad = bad & noise.rows_off(*self.pair(name), self.rows[name], share, least)
         return bad
 
@@ -324,7 +321,7 @@ class Stage:
             self.noisy[key] = solve(self.question, self.stage, guess.bug, given=given, rounding=how)
         spend(OF_A_FIT)
         of = self.question, name, self.found[name], guess.answers[name], self.noisy[key][name]
-        found = fit(*of, precision.factor, self.rows[name], self.sizes.get(name, 0.0))
+        found = fit(*of, precision.factor, self.rows[name], self.sizes().get(name, 0.0))
         fine = precision.name == self.finest.name  # else rows that cancel scatter more
         return found if fine else found._replace(worst=found.worst / 2)
 

@@ -72,9 +72,8 @@ def finding(
 def reference_of(question: Question, names: Collection[str], given: Given) -> Answers:
     """The right values of these, a backward pass given this out and lse."""
     found: Answers = {}
-    for stage in question.stages:
-        if not {*STAGES[stage]}.isdisjoint(names):
-            found |= solve(question, stage, given=given)
+    for stage in (x for x in question.stages if not {*STAGES[x]}.isdisjoint(names)):
+        found |= solve(question, stage, given=given)
     return {name: found[name] for name in names if name in found}
 
 

@@ -60,10 +60,6 @@ class Slopes:
         self.dS, self.S, self.L, self.dP, self.D, self.slope = (np.zeros(shape) for _ in range(6))
         self.asked = list[tuple[Question, Any]]()
 
-    @property
-    def Z(self) -> Array:
-        return np.asarray(self.slope * (self.dP - self.D))
-
 
 class Backward(NamedTuple):
     """weights: P as dv has it, with the lse that was passed. slopes: dS as dq and dk have it."""
