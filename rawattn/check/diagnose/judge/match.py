@@ -136,9 +136,11 @@ class Stage:
         self.question, self.answers, self.stage = self.asked = question, answers, stage
         self.given = None if stage in ("forward", "jvp") else question.given_to_backward(answers)
         self.until, self.shown = until, of.shown
-        self.allows = partial(of.allows, stage=stage)
+        here = [said for said in of.of if said.stage == stage]  # with a bug it would be the same
+        self.allows: Callable[[Bug], bool] = lambda bug: all(said.allows(bug) for said in here)
+        self.listed = cache(lambda: [*filter(self.allows, catalogue(question, stage))])
         self.hints = [bug for bug in of.hints if stage in bug.stages]
-        self.read = [bug for bug in of.bugs if stage in bug.stages]
+        self.read = [bug for said in of.of for bug in said.bugs if stage in bug.stages]
         # of what was read: masks are told by listed bugs in fewer words
         named = [bug for bug in self.read if bug.name not in LOOSE]
         self.told = [bug for bug in named if bug.see is None or bug.name.startswith("sparse-")]
@@ -184,7 +186,7 @@ class Stage:
     def tiers(self, precision: Precision) -> Iterator[Sequence[Prediction]]:
         """What to try one after the other, each where those before explain too little."""
         if precision.name == self.finest.name:
-            first = self.planted(bug for bug in self.listed if bug.name in self.shown)
+            first = self.planted(bug for bug in self.listed() if bug.name in self.shown)
             yield from filter(None, (first, self.planted(self.told)))
         tried = self.usual
         yield tried
@@ -211,16 +213,12 @@ class Stage:
     @cached_property
     def worth(self) -> list[Bug]:
         """Listed bugs that leave less than the right computation where the most is wrong."""
-        return [bug for bug in self.listed if _searched(filter, self.sample.allows, [bug])]
+        return [bug for bug in self.listed() if _searched(filter, self.sample.allows, [bug])]
 
     def _of_terms(self) -> list[Prediction]:
         """Beyond the first order: what is in one of two passes, or the tangents, alone."""
         asked = self.stage in BEYOND and (self.shown or not over(self.until))
         return self.planted(_searched(terms.bugs, self.sample) if asked else ())
-
-    @cached_property
-    def listed(self) -> tuple[Bug, ...]:
-        return tuple(bug for bug in catalogue(self.question, self.stage) if self.allows(bug))
 
     @cached_property
     def families(self) -> list[Callable[[], list[Prediction]]]:
@@ -230,7 +228,7 @@ class Stage:
         inferred = [cache(partial(self._inferred, read, INFERRED[:QUICK]))]
         inferred += [cache(partial(self._inferred, [], [of])) for of in INFERRED[QUICK:]]
         until = partial(itertools.takewhile, lambda _: not over(self.until))
-        others = cache(lambda: [*until(self.with_other_inputs(self.listed))])
+        others = cache(lambda: [*until(self.with_other_inputs(self.listed()))])
         return [cache(self._of_terms), *inferred, others]
 
     def _inferred(self, bugs: list[Bug], searches: Iterable[Search]) -> list[Prediction]:
@@ -246,7 +244,7 @@ class Stage:
         bad = {name: rows for name in self.tensors if (rows := self.bad(name)).sum() >= ROWS}
         if not bad:
             return []
-        found, others = [], [bug for bug in self.listed if bug not in self.worth]
+        found, others = [], [bug for bug in self.listed() if bug not in self.worth]
         every = [self.usual, *(family() for family in self.families), self.planted(others)]
         for guess in itertools.chain(*every):
             by = {n: self.pair(n, guess) for n in bad if guess.bug.store is None}

@@ -54,14 +54,6 @@ class Readings:
     shown: frozenset[str] = frozenset()
     hints: Sequence[Bug] = ()
 
-    @property
-    def bugs(self) -> list[Bug]:
-        return [bug for reading in self.of for bug in reading.bugs]
-
-    def allows(self, bug: Bug, stage: str) -> bool:
-        """Whether what was read of a stage is what it would be with a bug."""
-        return all(one.allows(bug) for one in self.of if one.stage == stage)
-
     def told(self, diagnosis: Diagnosis, side: str) -> Diagnosis:
         """``diagnosis`` of the same function, with what was read of it: the name of what a bug of
         the catalogue explains stays, all else gets the words of the reading."""
@@ -181,8 +173,9 @@ def read(
         except Refused as why:
             facts.append(f"the {PASSES[stage]} cannot be read off: {why}")
             continue
-        found += [] if said.sound else [said]
-        if said.sound:
+        sound = not (said.wrong or said.unread)
+        found += [] if sound else [said]
+        if sound:
             told = f"the {PASSES[stage]}, read off entry by entry ({said.calls} calls)"
             facts.append(f"{told}: {', '.join(said.right)} are right")
         elif said.bug is not None and said.name not in PLAIN and enough(said.bug):
