@@ -17,7 +17,7 @@ import numpy as np
 
 from rawattn.check.diagnose.catalogue import first_order, second_order
 from rawattn.check.diagnose.catalogue.sparse import selection
-from rawattn.check.diagnose.engine.attention import NO_BUG, Bug, Floats, Given, solve
+from rawattn.check.diagnose.engine.attention import FORWARD, NO_BUG, Bug, Floats, Given, solve
 from rawattn.check.diagnose.engine.effort import cuts, over, spend
 from rawattn.check.diagnose.engine.question import STAGES, Answers, Question, by_rows
 from rawattn.check.diagnose.evidence import precision as noise
@@ -69,13 +69,11 @@ def catalogue(question: Question, stage: str) -> tuple[Bug, ...]:
     if question.sparse:
         found = [*selection.bugs(question), *first_order.bugs_anywhere(question)]
     if stage in BEYOND:
-
-        def anywhere(bug: Bug) -> bool:
-            of_masks = bug.see is not None and bug.stages != ("forward",)
-            of_masks &= stage == "second" or bug.name != "mask-missing-in-backward"
-            return stage in bug.stages or bug.name == "score-scale" or of_masks
-
-        wide = [bug.at(*bug.stages, stage) for bug in found if anywhere(bug)]
+        without = "mask-missing-in-backward" * (stage == "jvp")
+        of_masks = (x for x in found if x.see and x.stages != FORWARD and x.name != without)
+        others = (x for x in found if stage in x.stages or x.name == "score-scale")
+        anywhere = {*of_masks, *others}
+        wide = [bug.at(*bug.stages, stage) for bug in found if bug in anywhere]
         alike = stage == "jvp" and second_order.lacking(question)  # to a direction that is ignored
         listed = (*second_order.BUGS, *second_order.instead(question))
         found = [bug for bug in listed if not (alike and "tP" in bug.steps)] + wide
