@@ -31,10 +31,6 @@ HOW = {
 }
 LOOK_AT = dict.fromkeys(HOW, "where it makes P: scores, mask, row sums or lse, bounds of loops")
 LOOK_AT["backward"] = "where P and dS = P o (dP - D) are made, and what comes before dq and dk"
-READERS: dict[str, tuple[Callable[..., Any], Callable[..., Said]]] = {
-    "forward": (probe.read_forward, said_of),
-    "backward": (probe.read_backward, said_of_backward),
-}
 TELLING = {"forward": "out", "backward": "dv"}  # of who sees whom, on any problem
 FURTHER = 5  # lengths of that problem
 SHORT = (2, 5, 16, 7, 64, 3, 11)  # lengths that tell what a tile is from what it is by chance
@@ -105,6 +101,8 @@ def _read_beyond(stage: str, ask: Ask, question: Question) -> Weights:
 
 
 BEYOND = {stage: partial(_read_beyond, stage) for stage in ("jvp", "second")}  # no file tells these
+READ: dict[str, Callable[..., Any]] = dict.fromkeys(PASSES, probe.read_forward)
+READ |= {"backward": probe.read_backward} | BEYOND
 
 
 def _is_of(one: Finding, side: str, stage: str) -> bool:
@@ -192,7 +190,7 @@ def _read(question: Question, stage: str, ask: Ask, known: Known) -> Said:
         return ask(asked)
 
     here = problem(question, 0)
-    reader, say = READERS.get(stage, (BEYOND.get(stage, probe.read_forward), said_of))
+    reader, say = READ[stage], said_of_backward if stage == "backward" else said_of
     found = reader(counted, here)
 
     @cache
@@ -203,12 +201,11 @@ def _read(question: Question, stage: str, ask: Ask, known: Known) -> Said:
             multiple = math.gcd(*here.lengths_q, *here.lengths_k)
             return reader(counted, problem(here, 1, other=multiple))
 
-    def table() -> str:
-        return next(filter(None, (tables.told(one, here) for one in tables.tables_of(found))), "")
-
     def told(support: Support | None) -> Said:
-        said: Said = say(found, again, support)
-        said.stage, said.calls, said.table = stage, calls, table
+        said = say(found, again, support)
+        texts = (tables.told(one, here) for one in tables.tables_of(found))
+        said.table = cache(lambda: next(filter(None, texts), ""))
+        said.stage, said.calls = stage, calls
         for text in (said.right, said.wrong):
             text[:] = dict.fromkeys(text)
         return said

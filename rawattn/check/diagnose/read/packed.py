@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 
 from rawattn.check.diagnose.engine.question import BY_TOKENS, STAGES, Answers, Question, part
-from rawattn.check.diagnose.read.name import READERS, Readings, read
+from rawattn.check.diagnose.read.name import READ, Readings, read
 from rawattn.check.diagnose.read.probe import OF_DERIVATIVES, Ask, Refused, problem
 
 PAST = 128  # keys behind the first sequences, which a tile of these may have read too
@@ -91,7 +91,7 @@ def _questions(like: Question) -> list[Question]:
         given = {"dq": question.q, "dk": question.k, "dv": question.v, "out": question.out}
         return {name: np.zeros(np.shape(x)) for name, x in given.items()}
 
-    for reader, _ in READERS.values():
+    for reader in (READ["forward"], READ["backward"]):
         for seed, other in ((0, False), (1, True)):
             reader(ask, problem(like, seed, other=other))
     return [_plain(question) for question in found]
