@@ -21,11 +21,10 @@ from rawattn.check.diagnose.evidence import structure
 from rawattn.check.diagnose.files.npz import Saved, dump, load_two
 from rawattn.check.diagnose.findings import Diagnosis, Finding, of_sides
 from rawattn.check.diagnose.harness import pairs
-from rawattn.check.diagnose.judge import meant
 from rawattn.check.diagnose.judge.diagnosis import diagnose, of_all, sizes_of
 from rawattn.check.diagnose.judge.failures import answers_of, question_of, reference_answers, small
 from rawattn.check.diagnose.judge.least import of_shortest
-from rawattn.check.diagnose.judge.proofs import of_past, of_sinks
+from rawattn.check.diagnose.judge.proofs import meant, of_past, of_sinks
 from rawattn.check.diagnose.logs.explain import explain_log
 from rawattn.check.diagnose.read.packed import packed, read_packed
 from rawattn.check.diagnose.read.probe import Refused
@@ -270,7 +269,7 @@ def _of_side(name: str, saved: Saved, question: Question, identify: int) -> Diag
     diagnosis = diagnose(question, saved.answers, side=name)
     forward = any("forward" in one.stages for one in diagnosis.findings)
     left_out = saved.left_out if diagnosis.findings else ()
-    for option, changes in meant.options(question, saved.answers, left_out, forward=forward):
+    for option, changes in meant(question, saved.answers, left_out, forward=forward):
         other = diagnose(replace(question, **changes), saved.answers, side=name)
         if not other.findings:
             title = f"right if {option} was meant, which is not said"

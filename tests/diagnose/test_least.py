@@ -8,9 +8,12 @@ import numpy as np
 import pytest
 
 from rawattn.check.cases import standard
-from rawattn.check.diagnose.judge.failures import explain_failures
+from rawattn.check.diagnose.judge.failures import explain_failures, reference_answers
+from rawattn.check.diagnose.judge.least import of_shortest
+from rawattn.check.diagnose.judge.proofs import finding
 from tests.diagnose.called import candidate, wrong
 from tests.diagnose.plain import LN_2, Head
+from tests.diagnose.problems import packed
 
 CASES = {case.name: case for case in standard("small")}
 PROBLEM = "1 head on 1, head_dim 16, causal, float64: "
@@ -21,6 +24,36 @@ def exp_of_fours(c: Head, x: Any) -> Any:
     return x + np.log1p(1 / 16) * (c.j % 4 == 3) * (np.abs(x) < 1)
 
 
+def of_another_row(c: Head, x: Any) -> Any:
+    """Rows are divided by the row sum of the other row of eight."""
+    top = c.S.max(axis=1, keepdims=True)
+    there = np.minimum(c.i ^ 4, c.n - 1)[:, 0]
+    return x[0], np.exp(c.S - top) @ c.V / np.exp(x[0] - top)[there]
+
+
+def of_few_bits(c: Head, x: Any) -> Any:
+    cut = x[0].astype(np.float32).view(np.uint32) & np.uint32(0xFFFF0000)
+    return x[0], np.exp(c.S - cut.view(np.float32)) @ c.V
+
+
+def near_exp(c: Head, x: Any) -> Any:
+    seen = np.isfinite(x)
+    return x + np.sin(3 * np.where(seen, x, 0)) / 500 * seen
+
+
+def overwritten(c: Head, x: Any) -> Any:
+    return x[0], np.where(c.i % 16 < 3, np.roll(x[1], 5, axis=0), x[1])
+
+
+WIDE = {"softmax": lambda c, x: (x[0], x[1] * (1 + (np.arange(x[1].shape[1]) > 11)))}
+# what is said first of what has no name
+SAID = {
+    "overwritten": ("forward", {"softmax": overwritten}, "rows hold weights of other rows: i = "),
+    "sums": ("forward", {"softmax": of_another_row}, "maximum, are those of other rows: "),
+    "bits": ("forward", {"softmax": of_few_bits}, "that rows are divided by is kept in bfloat16"),
+    "near": ("forward", {"S": near_exp}, "exp is not exact: off by up to 0.00"),
+    "columns": ("forward", WIDE, "out: columns 12 to 15 of 16 alone are wrong"),
+}
 WRONG = {
     "exp": ("forward", {"S": exp_of_fours}, "exp(S) is wrong at 1 of 16 places: i = 3: j = 3 is "),
     "dS": (
@@ -31,13 +64,21 @@ WRONG = {
 }
 
 
-@pytest.mark.parametrize("name", WRONG)
+@pytest.mark.parametrize("name", [*WRONG, *SAID])
 def test_all_that_is_wrong_is_told(name: str) -> None:
-    stage, hooks, text = WRONG[name]
+    stage, hooks, text = (WRONG | SAID)[name]
     case = replace(CASES["edges-causal"], dtype="float64")
     (first, *_) = explain_failures(candidate(wrong(hooks, stage), stage), [case]).findings
-    assert not first.sure and text in first.least, first.least
     assert first.least.startswith("attention of 1 sequence (") and PROBLEM in first.least
+    assert not first.sure and text in (first.least if name in WRONG else first.title), first
+
+
+def test_the_shortest_sequence_of_arrays_is_told() -> None:
+    question = packed((40, 3), heads=(2, 1), moved=True)
+    answers = reference_answers(question)
+    answers["gv"] = answers["gv"] - question.dout[:, :1]
+    found = finding("A", "unknown", "second: gv", "low", [])
+    assert "gv is wrong" in of_shortest(question, answers, found).least
 
 
 def test_a_name_is_asked_on_other_problems() -> None:

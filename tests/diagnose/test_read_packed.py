@@ -8,13 +8,14 @@ import numpy as np
 import pytest
 
 from rawattn.check.cases import Case, standard
-from rawattn.check.diagnose.engine.question import Answers, Question
+from rawattn.check.diagnose.engine.question import STAGES, Answers, Question
 from rawattn.check.diagnose.files.npz import dump, read
 from rawattn.check.diagnose.judge.diagnosis import diagnose
 from rawattn.check.diagnose.judge.failures import question_of, reference_answers, small
 from rawattn.check.diagnose.read.packed import packed, read_packed
 from tests.diagnose import plain
 from tests.diagnose.called import asked, call, said, wrong
+from tests.diagnose.hooks import window
 from tests.diagnose.test_read_name import BUGS, FINE, Bug, alike
 
 CASES = {case.name: case for case in standard("small")}
@@ -45,11 +46,19 @@ def alone(bug: Bug, question: Question) -> Answers:
     return found(question) if found else {}
 
 
+def test_directions_tell_weights_too() -> None:
+    question, batch = posed(RIGHT["float64"])
+    answers = plain.answers(wrong(window(right=1), "jvp"), question)
+    jvp = {name: answers[name] for name in STAGES["jvp"]}
+    _, _, told = read_packed(question, jvp, batch)
+    assert [one.stage for one in told.of] == ["jvp"] and "keys: j - i = 1 " in told.of[0].wrong[0]
+
+
 @pytest.mark.parametrize("name", RIGHT)
 def test_what_is_right_is_read_as_right(name: str) -> None:
     question, batch = posed(RIGHT[name])
     here, answers, told = read_packed(question, reference_answers(question), batch)
-    assert told.of == () and len(told.facts) == 2, told.of
+    assert told.of == () and len(told.facts) == 4, told.of
     assert all("read off" in fact and "are right" in fact for fact in told.facts)
     assert here.batch == batch and answers["dk"].shape == here.k.shape
 

@@ -4,7 +4,7 @@ can plant by proofs from other runs and structure (``proofs``). Of a large probl
 a part, and all of its rows are compared once. Long by the evidence in words."""
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any, NamedTuple
 
@@ -138,20 +138,15 @@ def _judge(
     facts += [f"{side}: {verdict.work.stage}: {CUT}" for verdict in verdicts if verdict.cut]
     findings = _resolve(question, side, verdicts)
     zeros = any(one.bug == "vacuous" for one in empty_ones)
-    for verdict in verdicts:
-        findings += rounding.of_right(verdict, side, zeros=zeros)
+    findings += [x for of in verdicts for x in rounding.of_right(of, side, zeros=zeros)]
     findings += [*empty_ones, *races]
     if call is not None and not findings and question.dtype.itemsize == 2:  # it fails nonetheless
         findings += [one for of in verdicts for one in rounding.in_16_bits(of, side, of.right)]
-    return _merged(findings), facts
-
-
-def _merged(findings: Sequence[Finding]) -> list[Finding]:
-    """One finding for each bug, the surest first; of those as sure the forward pass's."""
-    found: dict[str, Finding] = {}
+    found: dict[str, Finding] = {}  # one for each bug
     for one in findings:
         found[one.bug] = found[one.bug].joined(one) if one.bug in found else one
-    return sorted(found.values(), key=lambda one: (one.rank, not one.where.startswith("forward")))
+    surest = sorted(found.values(), key=lambda one: (one.rank, not one.where.startswith("forward")))
+    return surest, facts
 
 
 class _Part(NamedTuple):
@@ -206,14 +201,19 @@ def _found(
         bad = {tensor: of.work.bad(tensor).any(axis=1) for tensor, of in wrong.items()}
         sequences = {b for x, rows in bad.items() for b in question.sequence_of(x)[rows]}
         doubts.append(len(sequences) <= OF_LENGTHS[name])
-    clear = not any(doubts) and not best[0].inexact and _in_numbers(question, wrong)
+    given = (question.q, question.k, question.v, question.dout)
+    if any(x is not None and np.isnan(x).any() for x in given):
+        pairs = (of.work.pair(name) for name, of in wrong.items())
+        off = (np.isfinite(x) & ~np.isclose(x, y, 0.1, 0.0) for x, y in pairs)
+        doubts.append(not any(x.any() for x in off))  # it is which NaN of them came through
+    clear = not any(doubts) and not best[0].inexact
     where = f"{where}: {', '.join(wrong or works)}"
-    given = side, name, where, "high" if clear else "medium", evidence, tuple(others)
+    words = side, name, where, "high" if clear else "medium", evidence, tuple(others)
     forms = [(part.verdict.work.stage, part.verdict.forms(name, part.tensors)) for part in parts]
     every = (x for x in forms[0][1] if all(x in others for _, others in forms))
     alike = {x: {stage: of[x] for stage, of in forms} for x in every}
     planted = {part.verdict.work.stage: bug for part, bug in zip(parts, bugs, strict=True)}
-    one = proofs.finding(*given, title=_title(name, form, must))
+    one = proofs.finding(*words, title=_title(name, form, must))
     return replace(one, form=form, forms=alike, planted=planted, sight=sight_of(question, bugs[0]))
 
 
@@ -241,14 +241,6 @@ def _said(name: str, parts: Sequence[_Part], form: str, must: str) -> str:
     if not math.isfinite(differs):
         apart = "other elements are finite, or not 0"
     return f"the float64 reference with {bug} gives these numbers {near} ({without} {apart})"
-
-
-def _in_numbers(q: Question, wrong: Mapping[str, StageVerdict]) -> bool:
-    """Whether numbers are wrong, and not just which NaN of the inputs came through."""
-    if not any(x is not None and np.isnan(x).any() for x in (q.q, q.k, q.v, q.dout)):
-        return True
-    pairs = (of.work.pair(name) for name, of in wrong.items())
-    return any(bool((np.isfinite(x) & ~np.isclose(x, y, 0.1, 0.0)).any()) for x, y in pairs)
 
 
 def costs_of(q: Question | Case) -> list[int]:

@@ -112,8 +112,7 @@ def _finest(candidate: Candidate, case: Case) -> Case:
 
 def _asked_once_more(candidate: Candidate, f: Finding, case: Case) -> Finding:
     """A finding that ``case`` shows, as sure as problems of other lengths and options leave it."""
-    asked = f.side == SIDE and f.confidence in SURE
-    if asked and (lacks := [*_lacking(candidate, f, case)]):
+    if f.side == SIDE and f.confidence in SURE and (lacks := [*_lacking(candidate, f, case)]):
         for one in islice(_others(candidate, f, case), FORMS):
             if not any(_lacking(candidate, one, case)):
                 return one
@@ -372,18 +371,15 @@ def _agree(found: Sequence[Kind], effort: float) -> bool:
     told = [[f for f in of.findings if _has_name(f) and (dear or not of_nan(f))] for _, of in found]
     said = [{(f.side, f.bug) for f in of if dear or f.sure or f.bug != COARSE} for of in told]
     same = max(map(said.count, filter(None, said)), default=0)
-    few = 2 if same == len(found) and effort > SETTLED else AGREEING
-    return same >= (1 if dear else few)
+    return same >= (1 if dear else 2 if same == len(found) and effort > SETTLED else AGREEING)
 
 
 def _joined(title: str, found: Sequence[Kind]) -> Diagnosis:
     """One diagnosis of several: each bug once, the surest first, with the cases that show it."""
     said: dict[tuple[str, str, str], list[tuple[Finding, Kind]]] = {}
-    for kind in found:
-        for one in kind[1].findings:
-            what = one.title if one.bug == "unknown" else ""
-            said.setdefault((one.side, one.bug, what), []).append((one, kind))
-
+    for one, kind in ((one, of) for of in found for one in of[1].findings):
+        what = one.title if one.bug == "unknown" else ""
+        said.setdefault((one.side, one.bug, what), []).append((one, kind))
     tensors = {what: of[0][0].tensors for what, of in said.items()}
     dtypes = {what: [cases[0].dtype for _, (cases, _) in of] for what, of in said.items()}
     fineness = {what: max(map(DTYPES.index, of)) for what, of in dtypes.items()}

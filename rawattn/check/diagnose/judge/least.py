@@ -13,18 +13,11 @@ import numpy as np
 from rawattn.check.candidate import Candidate
 from rawattn.check.cases import Case, in_use
 from rawattn.check.diagnose.engine.attention import FIRST, solve
-from rawattn.check.diagnose.engine.question import (
-    STAGES,
-    Answers,
-    Question,
-    by_rows,
-    part,
-    side_of,
-)
+from rawattn.check.diagnose.engine.question import STAGES, Answers, Question, by_rows, part, side_of
 from rawattn.check.diagnose.findings import Finding
 from rawattn.check.diagnose.judge.diagnosis import costs_of, sizes_of
 from rawattn.check.diagnose.read import probe
-from rawattn.check.diagnose.read.name import BEYOND, READERS, ask_branch
+from rawattn.check.diagnose.read.name import READ, ask_branch
 from rawattn.check.diagnose.read.probe import OF_DERIVATIVES, Ask, Refused
 from rawattn.check.diagnose.read.said import branch_of
 from rawattn.check.diagnose.read.tables import OFF, ROW, Table, tables_of, told
@@ -36,7 +29,6 @@ ROUNDED = 1e-9  # of numbers of about 1: no problem shows a bug by less
 PAIRS = 200_000  # of all heads, of a sequence that is told
 SIZES = (1, 2, 3, 4, 5, 8, 9, 12, 16, 17, 20, 24, 32, 33, 40, 48, 49, 64, 65, 80, 96, 97, 128, 129)
 FEW = (1, 2, 4, 9, 17, 33, 65)
-READ: dict[str, Callable[..., Any]] = {of: reader for of, (reader, _) in READERS.items()} | BEYOND
 MOVED = {"second": "dd", "jvp": "t"}  # what directions are called
 # of what each is linear in, and of which unit vectors tell it
 LINEAR = {"tout": ("v", "P o (E - e)"), "ddout": ("v", "P o (E - e)"), "gq": ("k", "tdS")}

@@ -3,7 +3,6 @@ stage is judged on its own, at one precision after the other, the finest first, 
 is not taken for coarse rounding: the right computation, then every bug, on all tensors or on some.
 Long, since one bug, and some for some tensors, are chosen from the same fits."""
 
-import contextlib
 import itertools
 import math
 import re
@@ -11,14 +10,14 @@ import warnings
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cache, cached_property, partial
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import ml_dtypes
 import numpy as np
 
 from rawattn.check.diagnose.catalogue import first_order, second_order
 from rawattn.check.diagnose.catalogue.sparse import selection
-from rawattn.check.diagnose.engine.attention import NO_BUG, Bug, Floats, Given, solve
+from rawattn.check.diagnose.engine.attention import FORWARD, NO_BUG, Bug, Floats, Given, solve
 from rawattn.check.diagnose.engine.effort import cuts, over, spend
 from rawattn.check.diagnose.engine.question import STAGES, Answers, Question, by_rows
 from rawattn.check.diagnose.evidence import precision as noise
@@ -70,37 +69,31 @@ def catalogue(question: Question, stage: str) -> tuple[Bug, ...]:
     if question.sparse:
         found = [*selection.bugs(question), *first_order.bugs_anywhere(question)]
     if stage in BEYOND:
-
-        def anywhere(bug: Bug) -> bool:
-            of_masks = bug.see is not None and bug.stages != ("forward",)
-            of_masks &= stage == "second" or bug.name != "mask-missing-in-backward"
-            return stage in bug.stages or bug.name == "score-scale" or of_masks
-
-        wide = [bug.at(*bug.stages, stage) for bug in found if anywhere(bug)]
+        without = "mask-missing-in-backward" * (stage == "jvp")
+        of_masks = (x for x in found if x.see and x.stages != FORWARD and x.name != without)
+        others = (x for x in found if stage in x.stages or x.name == "score-scale")
+        anywhere = {*of_masks, *others}
+        wide = [bug.at(*bug.stages, stage) for bug in found if bug in anywhere]
         alike = stage == "jvp" and second_order.lacking(question)  # to a direction that is ignored
         listed = (*second_order.BUGS, *second_order.instead(question))
         found = [bug for bug in listed if not (alike and "tP" in bug.steps)] + wide
     return tuple(bug for bug in found if stage in bug.stages)
 
 
-def _of_scores(bug: Bug) -> bool:
-    """Whether a bug changes P and out, so that it matters whose lse and out a backward gets."""
-    return bug.see is not None or bool({"Y", "cap"} & bug.steps.keys())
-
-
 class SearchFailed(RuntimeWarning):
     """A search raised: a mistake of ours, which hides nothing of what the others find."""
 
 
-@contextlib.contextmanager
-def _searching() -> Iterator[None]:
+def _searched(search: Callable[..., Iterable[Any]], *given: Any) -> list[Any]:
+    found = list[Any]()
     try:
-        yield
+        found += search(*given)
     except NotImplementedError:  # of what was read on other lengths alone
-        return
+        pass
     except (IndexError, ValueError) as error:
         text = f"a search of rawattn-check failed, so that a bug may be missed: {error!r}"
-        warnings.warn(text, SearchFailed, stacklevel=3)
+        warnings.warn(text, SearchFailed, stacklevel=2)
+    return found
 
 
 def _in_rows(rows: dict[str, Floats], right: Answers, _: Question, answers: Answers) -> Answers:
@@ -141,9 +134,11 @@ class Stage:
         self.question, self.answers, self.stage = self.asked = question, answers, stage
         self.given = None if stage in ("forward", "jvp") else question.given_to_backward(answers)
         self.until, self.shown = until, of.shown
-        self.allows = partial(of.allows, stage=stage)
+        here = [said for said in of.of if said.stage == stage]  # with a bug it would be the same
+        self.allows: Callable[[Bug], bool] = lambda bug: all(said.allows(bug) for said in here)
+        self.listed = cache(lambda: [*filter(self.allows, catalogue(question, stage))])
         self.hints = [bug for bug in of.hints if stage in bug.stages]
-        self.read = [bug for bug in of.bugs if stage in bug.stages]
+        self.read = [bug for said in of.of for bug in said.bugs if stage in bug.stages]
         # of what was read: masks are told by listed bugs in fewer words
         named = [bug for bug in self.read if bug.name not in LOOSE]
         self.told = [bug for bug in named if bug.see is None or bug.name.startswith("sparse-")]
@@ -154,6 +149,7 @@ class Stage:
         right = self.rights[-1].answers  # of the right out and lse: NaN comes from inputs alone
         self.rows = {n: noise.defined(question, n, right[n]) & self._held(n) for n in self.tensors}
         self.finest = ladder(question.dtype)[0]
+        self.sizes = cache(partial(noise.sizes, question, stage, self.given))
         self.telling = {name for name in self.tensors if self._tells(name)}
         self.relative, self.fit = cache(self._relative), cache(self._fit)
         self.noisy: dict[tuple[Prediction, str], Answers] = {}  # by precision
@@ -168,27 +164,27 @@ class Stage:
         """What the stage gives with each bug that can be planted, given what it was given."""
         return [one for bug in bugs for one in self._planted(bug, self.given)]
 
-    def _planted(self, bug: Bug, given: Given, stage: str = "") -> Iterator[Prediction]:
-        with _searching():
-            found = solve(self.question, stage or self.stage, bug, given=given)
-            yield Prediction(bug, given, found)
+    def _planted(self, bug: Bug, given: Given, stage: str = "") -> list[Prediction]:
+        found = _searched(lambda: [solve(self.question, stage or self.stage, bug, given=given)])
+        return [Prediction(bug, given, answers) for answers in found]
 
     def with_other_inputs(self, bugs: Iterable[Bug]) -> Iterator[Prediction]:
         """Predictions of backward passes that made an out or an lse of their own."""
         if self.stage in ("forward", "jvp"):
             return
         wrong = self.given is not None and is_wrong(self.question, self.given)
-        for bug in bugs:
-            if (bug is NO_BUG and self.given is not None) or (wrong and not _of_scores(bug)):
+        for bug in bugs:  # of scores: it changes P and out, so that it matters whose it gets
+            of_scores = bug.see is not None or not {"Y", "cap"}.isdisjoint(bug.steps)
+            if (bug is NO_BUG and self.given is not None) or (wrong and not of_scores):
                 yield from self._planted(bug, None)
-            if _of_scores(bug) and "forward" in bug.stages:  # that had the same bug
+            if of_scores and "forward" in bug.stages:  # that had the same bug
                 for forward in self._planted(bug, None, "forward"):
                     yield from self._planted(bug, (forward.answers["out"], forward.answers["lse"]))
 
     def tiers(self, precision: Precision) -> Iterator[Sequence[Prediction]]:
         """What to try one after the other, each where those before explain too little."""
         if precision.name == self.finest.name:
-            first = self.planted(bug for bug in self.listed if bug.name in self.shown)
+            first = self.planted(bug for bug in self.listed() if bug.name in self.shown)
             yield from filter(None, (first, self.planted(self.told)))
         tried = self.usual
         yield tried
@@ -203,16 +199,11 @@ class Stage:
         return Sample(*self.asked, self.given)
 
     @cached_property
-    def sizes(self) -> Answers:
-        return noise.sizes(self.question, self.stage, self.given)
-
-    @cached_property
     def usual(self) -> list[Prediction]:
         """Predictions with each bug that is listed, that other stages have, or of one term."""
         more = terms.single(self.sample)
-        with _searching():
-            more += row_numbers.bugs(self.sample) if not more else ()
-            more += inputs.of_heads(self.sample) if self.stage == "backward" else ()
+        more += _searched(row_numbers.bugs, self.sample) if not more else ()
+        more += _searched(inputs.of_heads, self.sample) if self.stage == "backward" else ()
         with warnings.catch_warnings(action="ignore", category=SearchFailed):
             hinted = self.planted(self.hints)  # of problems that may have other heads
         return [*self.planted(self.worth), *hinted, *self.planted(more)]
@@ -220,23 +211,12 @@ class Stage:
     @cached_property
     def worth(self) -> list[Bug]:
         """Listed bugs that leave less than the right computation where the most is wrong."""
-        found = []
-        for bug in self.listed:
-            with _searching():
-                found += [bug] if self.sample.allows(bug) else []
-        return found
+        return [bug for bug in self.listed() if _searched(filter, self.sample.allows, [bug])]
 
     def _of_terms(self) -> list[Prediction]:
         """Beyond the first order: what is in one of two passes, or the tangents, alone."""
-        found = list[Bug]()
-        if self.stage in BEYOND and (self.shown or not over(self.until)):
-            with _searching():
-                found += terms.bugs(self.sample)
-        return self.planted(found)
-
-    @cached_property
-    def listed(self) -> tuple[Bug, ...]:
-        return tuple(bug for bug in catalogue(self.question, self.stage) if self.allows(bug))
+        asked = self.stage in BEYOND and (self.shown or not over(self.until))
+        return self.planted(_searched(terms.bugs, self.sample) if asked else ())
 
     @cached_property
     def families(self) -> list[Callable[[], list[Prediction]]]:
@@ -246,14 +226,13 @@ class Stage:
         inferred = [cache(partial(self._inferred, read, INFERRED[:QUICK]))]
         inferred += [cache(partial(self._inferred, [], [of])) for of in INFERRED[QUICK:]]
         until = partial(itertools.takewhile, lambda _: not over(self.until))
-        others = cache(lambda: [*until(self.with_other_inputs(self.listed))])
+        others = cache(lambda: [*until(self.with_other_inputs(self.listed()))])
         return [cache(self._of_terms), *inferred, others]
 
     def _inferred(self, bugs: list[Bug], searches: Iterable[Search]) -> list[Prediction]:
         """Predictions of ``bugs``, and of those that searches of the answers give."""
         for of in searches if not over(self.until) else ():
-            with _searching():
-                bugs = [*bugs, *of(self.sample)]
+            bugs = [*bugs, *_searched(of, self.sample)]
         bugs = [bug for bug in bugs if self.stage in bug.stages and self.allows(bug)]
         return [*self.planted(bugs), *self.with_other_inputs(bugs)]
 
@@ -263,7 +242,7 @@ class Stage:
         bad = {name: rows for name in self.tensors if (rows := self.bad(name)).sum() >= ROWS}
         if not bad:
             return []
-        found, others = [], [bug for bug in self.listed if bug not in self.worth]
+        found, others = [], [bug for bug in self.listed() if bug not in self.worth]
         every = [self.usual, *(family() for family in self.families), self.planted(others)]
         for guess in itertools.chain(*every):
             by = {n: self.pair(n, guess) for n in bad if guess.bug.store is None}
@@ -304,7 +283,7 @@ class Stage:
         for one in self.rights:
             bad = bad & noise.rows_off(*self.pair(name, one), self.rows[name], share)
         if bad.any():  # those that cancel are judged by what went in
-            least = self.sizes.get(name, 0.0)
+            least = self.sizes().get(name, 0.0)
             bad = bad & noise.rows_off(*self.pair(name), self.rows[name], share, least)
         return bad
 
@@ -338,7 +317,7 @@ class Stage:
             self.noisy[key] = solve(self.question, self.stage, guess.bug, given=given, rounding=how)
         spend(OF_A_FIT)
         of = self.question, name, self.found[name], guess.answers[name], self.noisy[key][name]
-        found = fit(*of, precision.factor, self.rows[name], self.sizes.get(name, 0.0))
+        found = fit(*of, precision.factor, self.rows[name], self.sizes().get(name, 0.0))
         fine = precision.name == self.finest.name  # else rows that cancel scatter more
         return found if fine else found._replace(worst=found.worst / 2)
 
@@ -414,7 +393,6 @@ def _verdict(work: Stage, steps: Sequence[Precision]) -> StageVerdict:
             return best
     if best is not None:
         return best
-    right = good(work.right_at(steps[-1]))
     wrong = tuple(name for name in work.tensors if name not in right)
     return StageVerdict(work, steps[0].name, right, (), wrong, first)
 

@@ -1,7 +1,8 @@
 """Bugs that are named without a prediction of the numbers: by an identity, by where they are, or by
-what only a case itself shows: ignored strides, NaN that nobody must see, rows past the end."""
+what only a case itself shows: ignored strides, NaN that nobody must see, rows past the end. And
+which options, where nobody said them, would make a wrong answer right. Long by what they read."""
 
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from operator import itemgetter
@@ -12,7 +13,7 @@ import numpy as np
 from rawattn.check.candidate import Candidate
 from rawattn.check.cases import Case
 from rawattn.check.diagnose.catalogue.classes import CLASSES
-from rawattn.check.diagnose.engine.attention import Given, solve
+from rawattn.check.diagnose.engine.attention import Floats, Given, solve
 from rawattn.check.diagnose.engine.question import (
     BY_ROW,
     STAGES,
@@ -22,9 +23,11 @@ from rawattn.check.diagnose.engine.question import (
     side_of,
 )
 from rawattn.check.diagnose.evidence import precision, structure
+from rawattn.check.diagnose.evidence.places import places_of
 from rawattn.check.diagnose.evidence.precision import defined, eps_of, ladder, relative_residual
 from rawattn.check.diagnose.findings import Finding
 from rawattn.check.diagnose.inferred import row_numbers
+from rawattn.check.diagnose.inferred.sample import Sample
 from rawattn.check.diagnose.judge.match import StageVerdict
 from rawattn.check.expected import Expected, expect
 
@@ -32,6 +35,10 @@ FAR = 0.1  # residual of what may not be a copy, or NaN
 ULPS = {2: 8, 4: 256, 8: 256}  # by itemsize: what another order of a sum may change in a result
 SMALLEST = 2.0**-20  # what a term may be off by in float16 that is too small for a relative error
 OF_SINKS_NOISE = 16  # times what rounding makes of them, beyond which they are wrong
+STARTS, STEPS, STEP = (0.3, 1.0, 4.0), 9, 1e-4  # of Newton's method, for a scale
+CELLS = 2_000_000  # intervals of all rows that are tried
+NEAR = {2: 2e-2, 4: 1e-4, 8: 1e-6}  # of the values, by the bytes of the inputs
+Option = tuple[str, dict[str, Any]]  # what may have been meant, in words, and as fields
 # fields of a Question that Tensors have too
 ARRAYS = ("q", "k", "v", "dout", "dlse", "tq", "tk", "tv")
 # what must not matter: the class and how sure it is (keys that are seen do the same where all of
@@ -72,9 +79,8 @@ def finding(
 def reference_of(question: Question, names: Collection[str], given: Given) -> Answers:
     """The right values of these, a backward pass given this out and lse."""
     found: Answers = {}
-    for stage in question.stages:
-        if not {*STAGES[stage]}.isdisjoint(names):
-            found |= solve(question, stage, given=given)
+    for stage in (x for x in question.stages if not {*STAGES[x]}.isdisjoint(names)):
+        found |= solve(question, stage, given=given)
     return {name: found[name] for name in names if name in found}
 
 
@@ -249,3 +255,92 @@ CONCLUSIONS: dict[tuple[str, ...], str] = {
     ("dk", "dv"): "sums over queries and heads of a group, and stores: P, dS are right, as dq is",
     ("dq", "dk", "dv"): "P = exp(S - lse): the scores, the mask, and the lse that is read",
 }
+
+
+def meant(
+    question: Question, answers: Answers, left_out: Collection[str], *, forward: bool
+) -> Iterator[Option]:
+    """What may have been meant of what is ``left_out``; ``forward``: the forward pass is wrong."""
+    if "causal" in left_out:
+        yield f"causal = {not question.causal}", {"causal": not question.causal}
+    if question.sparse:
+        return
+    if not forward:
+        # D = dout . out - dlse with some dlse, which dq tells: it is linear in that of its row
+        sample = Sample(question, answers, "backward") if "dlse" in left_out else None
+        if question.dlse is None and sample and "dq" in sample.wrong:
+            if read := row_numbers.read_of(sample, row_numbers.DELTA):
+                yield "a cotangent of lse (dlse)", {"dlse": -read[1].astype(np.float32)}
+        return
+    if (wanted := _seen(question, answers)) is not None:
+        for words, changes in _masks(question, wanted):
+            as_read = np.array_equal(places_of(replace(question, **changes)).right, wanted)
+            if as_read and changes.keys() <= {*left_out}:
+                yield words, changes
+                return
+    yield from _of_scale(question, answers) if "softmax_scale" in left_out else ()
+
+
+def _seen(question: Question, answers: Answers) -> np.ndarray | None:
+    """Which token sees which, (total_q, total_k), read off out, where all heads see one interval:
+    no other one sums up to their numbers. None where they do not, or as the question says."""
+    q, k, v = (np.asarray(x, dtype=np.float64) for x in (question.q, question.k, question.v))
+    if "out" not in answers or question.rare or len(q) * len(k) ** 2 > CELLS:
+        return None
+    found = np.zeros((len(q), len(k)), dtype=bool)
+    heads = np.arange(q.shape[1]) // question.group
+    mixed = np.random.default_rng(0).standard_normal(v.shape[2])  # one number of each row
+    values = np.einsum("khd,d->hk", v[:, heads], mixed)
+    out = np.einsum("qhd,d->hq", np.asarray(answers["out"], dtype=np.float64), mixed)
+    scores = question.scale * np.einsum("qhd,khd->hqk", q, k[:, heads])
+    for row in range(len(q)):
+        weights = np.exp(scores[:, row] - scores[:, row].max(axis=1, keepdims=True))
+        sums, moments = (_intervals(x) for x in (weights, weights * values))
+        with np.errstate(divide="ignore", invalid="ignore"):
+            off = np.abs(moments / sums - out[:, row, None, None]).max(axis=0)
+        off = np.where(np.isnan(off), np.inf, off)
+        first, stop = np.unravel_index(off.argmin(), off.shape)
+        if off[first, stop] > NEAR[question.dtype.itemsize] * np.abs(values).max():
+            return None
+        found[row, first:stop] = True
+    return None if np.array_equal(found, places_of(question).right) else found
+
+
+def _intervals(x: Floats) -> Floats:
+    """(heads, first, stop): sums of x (heads, keys); NaN where there is no interval."""
+    total = np.pad(np.cumsum(x, axis=1), ((0, 0), (1, 0)))
+    sums = total[:, None] - total[:, :, None]
+    return np.where(np.triu(np.ones(sums.shape[1:]), 1) > 0, sums, np.nan)
+
+
+def _masks(question: Question, wanted: np.ndarray) -> Iterator[Option]:
+    """A window, or sequences that begin where no token sees one on the other side."""
+    places = places_of(question)
+    distance = np.append((places.j - places.p)[wanted & places.own], 0)
+    longest = max((*question.lengths_q, *question.lengths_k))
+    left, right = (-1 if n >= longest - 1 else int(n) for n in (-distance.min(), distance.max()))
+    window = (left, -1 if question.causal else right)
+    yield f"window = {window}", {"window": window}
+    n = len(wanted)
+    if wanted.shape == (n, n):
+        linked = wanted | wanted.T | np.eye(n, dtype=bool)
+        farthest = np.maximum.accumulate(n - 1 - linked[:, ::-1].argmax(axis=1))
+        of = np.append(0, np.flatnonzero(farthest == np.arange(n)) + 1)
+        yield f"cu_seqlens = {of.tolist()}", {"cu_seqlens_q": of, "cu_seqlens_k": of}
+
+
+def _of_scale(question: Question, answers: Answers) -> Iterator[Option]:
+    """Another softmax_scale that gives these lse: by Newton's method from several ones."""
+    found = np.asarray(answers.get("lse", np.zeros(0)), dtype=np.float64)
+    for start in STARTS if found.size else ():
+        s = question.scale * start
+        for _ in range(STEPS):
+            asked = (replace(question, softmax_scale=x) for x in (s, s * (1 + STEP)))
+            here, beside = (solve(one, "forward")["lse"] for one in asked)
+            there = np.isfinite(here) & np.isfinite(found)
+            left, by = found[there] - here[there], (beside[there] - here[there]) / (s * STEP)
+            s = max(s + float(left @ by / (by @ by or 1.0)), s / 4)
+        size = np.abs(found[there]).max(initial=1e-30)
+        if np.abs(left).max(initial=0.0) < NEAR[question.dtype.itemsize] * size:
+            yield f"softmax_scale = {s:.6g}", {"softmax_scale": s}
+            return

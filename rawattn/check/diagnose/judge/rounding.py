@@ -209,12 +209,9 @@ def _kept_in(r: Rounded, stage: str) -> Iterator[tuple[str, dict[str, Step]]]:
         return {step: lambda c: r(STEPS[step](c))}
 
     yield "S", after("Y")
-
-    def scaled(by: float, c: Context) -> Floats:
-        return np.asarray(r(by * c.s * c.Q) / (by * c.s))
-
     for words, by in (("softmax_scale", 1.0), ("softmax_scale log2(e)", LOG2_E)):
-        yield f"Q times {words}, before Q K^T,", {"Y": with_values("Y", Q=partial(scaled, by))}
+        scaled = {"Q": lambda c, by=by: r(by * c.s * c.Q) / (by * c.s)}
+        yield f"Q times {words}, before Q K^T,", {"Y": with_values("Y", **scaled)}
     if stage == "forward":
         yield "P", {"O": lambda c: STEPS["O"](changed(c, P=r(c.P)))}
         yield "the row sum", {"O": over_narrow}

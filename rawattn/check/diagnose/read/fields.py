@@ -4,7 +4,7 @@ what fits them, in words, and which other rows, heads or sequences they are thos
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from itertools import combinations, pairwise
+from itertools import combinations
 from typing import Any
 
 import numpy as np
@@ -48,8 +48,7 @@ class Field:
         as far off; inf for what is no number."""
         with np.errstate(invalid="ignore", over="ignore"):
             off = np.abs(self.own - self.centred(x))
-            count = np.maximum(self.there.sum(axis=(1, 2)), 1)
-            rms = np.sqrt((off**2).sum(axis=(1, 2)) / count)
+            rms = np.sqrt((off**2).sum(axis=(1, 2)) / np.maximum(self.there.sum(axis=(1, 2)), 1))
         worst = np.maximum(rms, off.max(axis=(1, 2), initial=0.0) / PEAK) / self.noise
         return np.where(np.isfinite(worst), worst, np.inf)
 
@@ -139,13 +138,6 @@ def number(x: float) -> str:
 def plain(values: Array) -> Array:
     """Rounded to three digits."""
     return np.array([float(f"{x:.3g}") for x in values.ravel()]).reshape(values.shape)
-
-
-def runs_of(values: Array) -> list[tuple[int, int, float]]:
-    """First and last place of about equal numbers, and the number."""
-    near = np.abs(np.diff(values)) <= 1e-2 * np.maximum(np.abs(values[1:]), 1.0)
-    edges = [0, *(np.flatnonzero(~near) + 1).tolist(), len(values)]
-    return [(a, b - 1, float(plain(np.median(values[a:b])))) for a, b in pairwise(edges) if b > a]
 
 
 def map_of(

@@ -3,10 +3,10 @@ has in place of dS = P o (dP - D), by steps that give all that was read."""
 
 import contextlib
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, field, replace
+from copy import copy
 from functools import cached_property, partial
 from itertools import islice, product
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -61,32 +61,36 @@ class Part:
         self.seen = places.rights if said is None else said.support.at(places)
         self.said, self.name = said, name
         if said is not None and said.listed is not None:
-            slope = listed_scores(said.listed, places, self.slopes.S)[1]
-            self.slopes = replace(self.slopes, slope=slope)
+            self.slopes = copy(self.slopes)
+            self.slopes.slope = listed_scores(said.listed, places, self.slopes.S)[1]
         slopes = self.slopes
-        L = np.where(np.isfinite(slopes.L), slopes.L, np.inf)
         of_rows = said is not None and "bP" in said.steps
-        self.P = self.of(lambda c: c.P) if of_rows else self._weights(places, slopes.S, L)
-        size = float(np.sqrt(np.mean(slopes.Z**2))) or 1.0
-        self.there = (self.P > 1e-4) & (np.abs(slopes.Z) > CLEAR * size)
-        due = np.where(self.there, self.P * slopes.Z, 1.0)
+        self.P = self.of(lambda c: c.P) if of_rows else self._weights(places, slopes.S, slopes.L)
+        Z = slopes.slope * (slopes.dP - slopes.D)
+        size = float(np.sqrt(np.mean(Z**2))) or 1.0
+        self.there = (self.P > 1e-4) & (np.abs(Z) > CLEAR * size)
+        due = np.where(self.there, self.P * Z, 1.0)
         self.f = np.where(self.there, slopes.dS / due, 1.0)
         self.gone = self.there & (np.abs(self.f) < 1e-3)
-        self.wrongly = ~self.seen & (np.abs(slopes.dS) > TINY) & np.isfinite(L)
+        self.wrongly = ~self.seen & (np.abs(slopes.dS) > TINY) & np.isfinite(slopes.L)
         self.known = self.there & ~self.gone
+        # what stands in the place of D, of every pair, NaN where it is not known; the noise of one
+        by = np.where(self.known, self.P * slopes.slope, 1.0)
+        self.row_term = np.where(self.known, slopes.dP - slopes.dS / by, np.nan)
+        self.of_row_term = self.noise * float(np.nanmax(np.abs(self.row_term), initial=1.0))
 
     def _weights(self, places: Places, S: Array, L: Array) -> Array:
         """P with what is known of it, by the right scores and lse."""
         with np.errstate(over="ignore"):
             scores = S if self.said is None else self.said.scores(places, S)
-            return np.where(self.seen, np.exp(scores - L), 0.0)
+            return np.where(self.seen, np.exp(scores - dead_to_inf(np, L)), 0.0)
 
     def context(self, question: Question) -> Context:
         """Of a call, with what is known of P."""
         places = places_of(question)
         c = backward_of(Right(places))
         c.W = self.seen.astype(np.float64)
-        c.P = self._weights(places, c.S, dead_to_inf(np, c.L)[..., None])
+        c.P = self._weights(places, c.S, c.L[..., None])
         if self.said is not None and "bP" in self.said.steps:
             S = np.where(self.seen, self.said.scores(places, c.S), -np.inf)
             c.P = self.said.steps["bP"](changed(c, S=S))
@@ -95,17 +99,6 @@ class Part:
         c.dS = c.P * (c.dP - c.D[..., None])
         c.dY = c.slope * c.dS
         return c
-
-    @cached_property
-    def row_term(self) -> Array:
-        """What stands in the place of D, of every pair; NaN where it is not known."""
-        scale = np.where(self.known, self.P * self.slopes.slope, 1.0)
-        return np.where(self.known, self.slopes.dP - self.slopes.dS / scale, np.nan)
-
-    @cached_property
-    def of_row_term(self) -> float:
-        """The noise of one."""
-        return self.noise * float(np.nanmax(np.abs(self.row_term), initial=1.0))
 
     @cached_property
     def main(self) -> tuple[Context, Any]:
@@ -128,11 +121,6 @@ class Part:
         return self.field(np.where(self.known, self.slopes.dS - due, 0.0) / size).zero
 
     @property
-    def right(self) -> bool:
-        """Whether dS is right, for all that P is not."""
-        return not (self.gone.any() or self.wrongly.any()) and self.field(self.f - 1).zero
-
-    @property
     def pairs(self) -> tuple[Places, Array, Array]:
         """Which pairs dS has, beside those of P, as ``support_of`` takes it."""
         x, right = self.places, self.places.rights
@@ -140,13 +128,12 @@ class Part:
         return x, (right & ~self.gone) | (self.wrongly & ~right), known
 
 
-@dataclass(eq=False)
-class Change:
+class Change(NamedTuple):
     """What is wrong with dS, in words, and its class. dY: what stands in the place of c.dY, None
     where no step tells. masked: it is right, unlike P. times: by head, a factor. whole: this is all
     of dS, so that pairs where it happens to be 0 are not missed."""
 
-    text: list[str] = field(default_factory=list)
+    text: list[str]
     name: str = ""
     dY: Of | None = None
     masked: bool = False
@@ -157,8 +144,7 @@ class Change:
 def form_of(part: Part, second: Callable[[], Part]) -> Change | None:
     """The plainest form that gives all that was read, and what is read on other lengths too."""
     forms = (change for make in (_sums, _columns, _row_terms, _slopes) for change in make(part))
-    fitting = (x for x in forms if x.dY is not None and part.fits(part.of(x.dY)))
-    found = [*islice(fitting, ALIKE)]
+    found = [*islice((x for x in forms if x.dY is not None and part.fits(part.of(x.dY))), ALIKE)]
     if len(found) > 1:
         with contextlib.suppress(NotImplementedError, ValueError):  # nobody is known to see there
             other = second()
@@ -235,14 +221,13 @@ def _columns(part: Part) -> Iterator[Change]:
 
 def _of_columns(factors: Array, c: Context) -> Array:
     D = (c.dO * c.O * factors[1]).sum(axis=-1) - c.dL
-    dP = times(c.dO, (c.V * factors[0]).mT)
-    return _with_delta(lambda c: D[..., None], changed(c, dP=dP))
+    return _with_delta(lambda c: D[..., None], changed(c, dP=times(c.dO, (c.V * factors[0]).mT)))
 
 
 def _row_terms(part: Part) -> Iterator[Change]:
     """D of other rows or heads, or of some keys alone."""
     (c, at), known = part.main, part.known[part.main[1]]
-    for text, name, D in _others(part.places.question) if known.any() else ():
+    for text, name, D in _others() if known.any() else ():
         with np.errstate(invalid="ignore"):
             due = np.broadcast_to(D(c), part.P.shape)
             held = np.abs(part.row_term[at] - due[at]) < part.of_row_term
@@ -250,7 +235,7 @@ def _row_terms(part: Part) -> Iterator[Change]:
             yield Change([f"takes D {text}"], name, partial(_with_delta, D), whole=True)
 
 
-def _others(question: Question) -> Iterator[tuple[str, str, Of]]:
+def _others() -> Iterator[tuple[str, str, Of]]:
     for (words, of), tile in product(OVER.items(), TILES):
         yield f"over {words.format(tile)} alone", ANOTHER, partial(_over, of, tile)
     for tile, own in product(TILES, TILES):

@@ -31,10 +31,6 @@ HOW = {
 }
 LOOK_AT = dict.fromkeys(HOW, "where it makes P: scores, mask, row sums or lse, bounds of loops")
 LOOK_AT["backward"] = "where P and dS = P o (dP - D) are made, and what comes before dq and dk"
-READERS: dict[str, tuple[Callable[..., Any], Callable[..., Said]]] = {
-    "forward": (probe.read_forward, said_of),
-    "backward": (probe.read_backward, said_of_backward),
-}
 TELLING = {"forward": "out", "backward": "dv"}  # of who sees whom, on any problem
 VAGUE = (NO_RULE, "holds other numbers")  # in forms: what was read says more
 FURTHER = 5  # lengths of that problem
@@ -54,14 +50,6 @@ class Readings:
     facts: tuple[str, ...] = ()
     shown: frozenset[str] = frozenset()
     hints: Sequence[Bug] = ()
-
-    @property
-    def bugs(self) -> list[Bug]:
-        return [bug for reading in self.of for bug in reading.bugs]
-
-    def allows(self, bug: Bug, stage: str) -> bool:
-        """Whether what was read of a stage is what it would be with a bug."""
-        return all(one.allows(bug) for one in self.of if one.stage == stage)
 
     def told(self, diagnosis: Diagnosis, side: str) -> Diagnosis:
         """``diagnosis`` of the same function, with what was read of it: the name of what a bug of
@@ -110,10 +98,12 @@ def _read_beyond(stage: str, ask: Ask, question: Question) -> Weights:
         return {"out": ask(replace(given, **still, tv=asked.v))["ddout"]}
 
     read = probe.read_forward(tangents, question)
-    return read if stage == "jvp" else replace(read, value_head=None)
+    return read if stage == "jvp" else Weights(read.right, read.P, read.lse, None)
 
 
 BEYOND = {stage: partial(_read_beyond, stage) for stage in ("jvp", "second")}  # no file tells these
+READ: dict[str, Callable[..., Any]] = dict.fromkeys(PASSES, probe.read_forward)
+READ |= {"backward": probe.read_backward} | BEYOND
 
 
 def _is_of(one: Finding, side: str, stage: str) -> bool:
@@ -184,8 +174,9 @@ def read(
         except Refused as why:
             facts.append(f"the {PASSES[stage]} cannot be read off: {why}")
             continue
-        found += [] if said.sound else [said]
-        if said.sound:
+        sound = not (said.wrong or said.unread)
+        found += [] if sound else [said]
+        if sound:
             told = f"the {PASSES[stage]}, read off entry by entry ({said.calls} calls)"
             facts.append(f"{told}: {', '.join(said.right)} are right")
         elif said.bug is not None and said.name not in PLAIN and enough(said.bug):
@@ -202,15 +193,22 @@ def _read(question: Question, stage: str, ask: Ask, known: Known) -> Said:
         return ask(asked)
 
     here = problem(question, 0)
-    reader, say = READERS.get(stage, (BEYOND.get(stage, probe.read_forward), said_of))
-    found, again = reader(counted, here), cache(partial(_elsewhere, reader, counted, here))
+    reader, say = READ[stage], said_of_backward if stage == "backward" else said_of
+    found = reader(counted, here)
 
-    def table() -> str:
-        return next(filter(None, (tables.told(one, here) for one in tables.tables_of(found))), "")
+    @cache
+    def again() -> Any:
+        try:
+            return reader(counted, problem(here, 1, other=4, more=SHORT))
+        except Refused:  # then of multiples of such lengths as it takes
+            multiple = math.gcd(*here.lengths_q, *here.lengths_k)
+            return reader(counted, problem(here, 1, other=multiple))
 
     def told(support: Support | None) -> Said:
-        said: Said = say(found, again, support)
-        said.stage, said.calls, said.table = stage, calls, table
+        said = say(found, again, support)
+        texts = (tables.told(one, here) for one in tables.tables_of(found))
+        said.table = cache(lambda: next(filter(None, texts), ""))
+        said.stage, said.calls = stage, calls
         for text in (said.right, said.wrong):
             text[:] = dict.fromkeys(text)
         return said
@@ -251,12 +249,3 @@ def _is_so(said: Said, question: Question, answers: Answers) -> bool:
     off = np.abs(np.nan_to_num(answers[name].astype(np.float64) - due)).max(axis=-1, initial=0.0)
     size = np.maximum(np.abs(due).max(axis=-1, initial=0.0), np.sqrt(np.mean(due**2)))
     return bool((off <= NEAR[question.dtype.itemsize] * size).all())
-
-
-def _elsewhere(of: Callable[[Ask, Question], Any], ask: Ask, question: Question) -> Any:
-    """What is read on other lengths; where they are refused, on multiples of such as it takes."""
-    try:
-        return of(ask, problem(question, 1, other=4, more=SHORT))
-    except Refused:
-        multiple = math.gcd(*question.lengths_q, *question.lengths_k)
-        return of(ask, problem(question, 1, other=multiple))

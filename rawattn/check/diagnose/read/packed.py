@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 
 from rawattn.check.diagnose.engine.question import BY_TOKENS, STAGES, Answers, Question, part
-from rawattn.check.diagnose.read.name import READERS, Readings, read
+from rawattn.check.diagnose.read.name import READ, Readings, read
 from rawattn.check.diagnose.read.probe import OF_DERIVATIVES, Ask, Refused, problem
 
 PAST = 128  # keys behind the first sequences, which a tile of these may have read too
@@ -19,7 +19,16 @@ ADDED = 9  # tokens at most, to a sequence of the reader's second problem
 def packed(like: Question) -> Question:
     """``like``, and behind its sequences those of what would be asked. Raises Refused."""
     first = replace(like, dout=_plain(like).dout, out=None, lse=None, tsinks=None, sliding=None)
-    return _joined([first, *(_still(of, like) for of in _questions(_shorter(like)))])
+    parts = [first, *(_still(of, like) for of in _questions(_shorter(like)))]
+    names = [n for of in BY_TOKENS.values() for n in of if getattr(first, n) is not None]
+    given: dict[str, Any] = {}
+    for name in (*names, *["seqused_k"] * (first.seqused_k is not None)):
+        axis = int(name in ("dlse", "lse"))
+        given[name] = np.concatenate([getattr(x, name) for x in parts], axis)
+    for of in "qk":
+        lengths = np.concatenate([np.diff(x.offsets(of)) for x in parts])
+        given[f"cu_seqlens_{of}"] = np.append(0, np.cumsum(lengths)).astype(np.int32)
+    return replace(first, **given)
 
 
 def _still(question: Question, like: Question) -> Question:
@@ -93,22 +102,10 @@ def _questions(like: Question) -> list[Question]:
         given = {"dq": question.q, "dk": question.k, "dv": question.v, "out": question.out}
         return {name: np.zeros(np.shape(x)) for name, x in given.items()}
 
-    for reader, _ in READERS.values():
+    for reader in (READ["forward"], READ["backward"]):
         for seed, other in ((0, False), (1, True)):
             reader(ask, problem(like, seed, other=other))
     return [_plain(question) for question in found]
-
-
-def _joined(parts: list[Question]) -> Question:
-    names = [n for of in BY_TOKENS.values() for n in of if getattr(parts[0], n) is not None]
-    names += ["seqused_k"] * (parts[0].seqused_k is not None)
-    given: dict[str, Any] = {}
-    for n in names:
-        given[n] = np.concatenate([getattr(x, n) for x in parts], axis=int(n in ("dlse", "lse")))
-    for of in "qk":
-        lengths = np.concatenate([np.diff(x.offsets(of)) for x in parts])
-        given[f"cu_seqlens_{of}"] = np.append(0, np.cumsum(lengths)).astype(np.int32)
-    return replace(parts[0], **given)
 
 
 def _same(one: Question, other: Question) -> bool:

@@ -4,8 +4,7 @@ sequences and heads are asked at once. Long, since the passes share how a functi
 
 import itertools
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field, replace
-from functools import cached_property, partial
+from dataclasses import replace
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -13,6 +12,7 @@ import numpy as np
 from rawattn.check.cases import in_use
 from rawattn.check.diagnose.engine.question import Answers, Question
 from rawattn.check.diagnose.evidence.places import Array, Places, Right
+from rawattn.check.diagnose.read.fields import Calls
 from rawattn.check.diagnose.read.terms import backward_of
 from rawattn.check.diff import FLOATING
 
@@ -29,74 +29,36 @@ class Refused(Exception):
     """The function cannot be read; the text says why."""
 
 
-@dataclass(frozen=True, eq=False)
 class Weights:
     """P (num_heads_q, total_q, total_k) as out has it, and lse (num_heads_q, total_q), None if it
     is not given or depends on v. value_head, like lse: the head of v that a row took, 0.5 and the
     like where that is none; None of a backward pass, of which ``calls`` are the lse that each was
-    given, and the rows that it tells of."""
+    given, and the rows that it tells of. passed: it is that of a backward pass, which makes it with
+    the lse that it is given. telling: rows that tell anything: with an lse of no keys a backward
+    pass has no weights. alive: rows that are numbers. seen: which weights are not 0, and logs their
+    logarithms, 0 of others."""
 
-    right: Right
-    P: Array
-    lse: Array | None
-    value_head: Array | None
-    calls: Sequence[tuple[Array, Any]] = ()
-
-    @property
-    def places(self) -> Places:
-        return self.right.places
-
-    @property
-    def passed(self) -> bool:
-        """Whether it is that of a backward pass, which makes it with the lse that it is given."""
-        return self.value_head is None
-
-    @property
-    def telling(self) -> Array:
-        """Rows that tell anything: with an lse of no keys a backward pass has no weights."""
-        return np.asarray(np.isfinite(self.right.lse) | (not self.passed))
-
-    @property
-    def noise(self) -> float:
-        return NOISE[self.places.question.dtype.name]
-
-    @property
-    def least(self) -> float:
-        return SEEN.get(self.places.question.dtype.name, TINY)
-
-    @cached_property
-    def alive(self) -> Array:
-        """Rows that are numbers."""
-        return np.asarray(np.isfinite(self.P).all(axis=-1))
-
-    @cached_property
-    def seen(self) -> Array:
-        """Which weights are not 0."""
-        return np.asarray(self.alive[..., None] & (np.nan_to_num(self.P) > self.least))
-
-    @property
-    def logs(self) -> Array:
-        """The logarithms of the weights that are seen, 0 of others."""
-        return np.asarray(np.log(np.where(self.seen, self.P, 1.0)))
+    def __init__(
+        self, right: Right, P: Array, lse: Array | None, head: Array | None, calls: Calls = ()
+    ) -> None:
+        self.right, self.P, self.lse, self.value_head, self.calls = right, P, lse, head, calls
+        self.places, self.passed = right.places, head is None
+        dtype = self.places.question.dtype.name
+        self.noise, self.least = NOISE[dtype], SEEN.get(dtype, TINY)
+        self.telling = np.isfinite(right.lse) if self.passed else np.full(P.shape[:2], True)
+        self.alive = np.asarray(np.isfinite(P).all(axis=-1))
+        self.seen = self.alive[..., None] & (np.nan_to_num(P) > self.least)
+        self.logs = np.log(np.where(self.seen, P, 1.0))
 
 
-@dataclass(frozen=True, eq=False)
 class Slopes:
     """dS as dq or dk has it, and what is right in the calls in which it was read: S, L (the lse
     that was passed), dP, D, slope (of a softcap, or the gate of a block), all (num_heads_q,
     total_q, total_k). asked: what each call was about, and where in dS what it gave is."""
 
-    dS: Array
-    S: Array
-    L: Array
-    dP: Array
-    D: Array
-    slope: Array
-    asked: list[tuple[Question, Any]] = field(default_factory=list)
-
-    @property
-    def Z(self) -> Array:
-        return np.asarray(self.slope * (self.dP - self.D))
+    def __init__(self, *shape: int) -> None:
+        self.dS, self.S, self.L, self.dP, self.D, self.slope = (np.zeros(shape) for _ in range(6))
+        self.asked = list[tuple[Question, Any]]()
 
 
 class Backward(NamedTuple):
@@ -114,8 +76,7 @@ def problem(question: Question, seed: int, *, other: int = 0, more: Sequence[int
     if other:  # where it can, another order, so that nothing hangs on the place of a sequence
         longer = [other * (3 + 5 * b % 7) for b in range(question.batch)]
         lengths = [np.where(x > 0, x + longer, 0)[::-1] for x in lengths]
-        apart = question.lengths_q != question.lengths_k
-        further = (more, more[:: -1 if apart else 1])
+        further = (more, more[:: -1 if question.lengths_q != question.lengths_k else 1])
         lengths = [np.append(x, y).astype(int) for x, y in zip(lengths, further, strict=True)]
     offsets = [np.concatenate([[0], np.cumsum(x)]).astype(np.int32) for x in lengths]
     used = question.seqused_k
@@ -156,8 +117,7 @@ def _lists(question: Question, rng: np.random.Generator) -> dict[str, Any]:
         counts = rng.integers(0, shape[2] + 1, (shape[0], question.block_counts.shape[1]))
         found["block_counts"] = counts.astype(question.block_counts.dtype)
     if question.block_scale is not None:
-        gates = rng.uniform(0.5, 1.5, shape)
-        found["block_scale"] = gates.astype(question.block_scale.dtype)
+        found["block_scale"] = rng.uniform(0.5, 1.5, shape).astype(question.block_scale.dtype)
     return found
 
 
@@ -211,10 +171,9 @@ def read_backward(ask: Ask, question: Question) -> Backward:
     _allow(-(-m // depth) + group * -(-n // width) + 1)
     rng = np.random.default_rng([n, m, 78])
     size = SPREAD / (abs(question.scale) or 1.0)
-    normal = partial(_drawn, rng)
-    q, k, v = normal(question.q, size), normal(question.k, size), normal(question.v, 1.0)
-    dout = normal(np.asarray(question.out), 1.0)
-    of_q, of_k = (Slopes(*np.zeros((6, H, n, m))) for _ in range(2))
+    like = (question.q, size), (question.k, size), (question.v, 1.0), (question.out, 1.0)
+    q, k, v, dout = (_drawn(rng, np.asarray(x), by) for x, by in like)
+    of_q, of_k = Slopes(H, n, m), Slopes(H, n, m)
     for block in _blocks(m, depth):
         right, asked = with_right(replace(question, q=q, k=_units(k, block), v=v, dout=dout))
         dq = _called(ask, asked, dq=q.shape)["dq"].transpose(1, 0, 2)[..., : len(block)]
@@ -229,9 +188,8 @@ def read_backward(ask: Ask, question: Question) -> Backward:
         _put(of_k, right, at, dk / question.scale)
         P[at], lse[at] = dv, right.lse[at]
         calls.append((right.lse, at))
-    columns = [np.zeros_like(like) for like in (q, dout)]
-    for of_heads in columns:  # each query head has a column of its own
-        of_heads[:, range(H), range(H)] = 1
+    # each query head has a column of its own
+    columns = [np.zeros_like(x) + np.eye(*x.shape[1:], dtype=x.dtype) for x in (q, dout)]
     _, asked = with_right(replace(question, q=columns[0], k=k, v=v, dout=columns[1]))
     answers = _called(ask, asked, dk=k.shape, dv=v.shape)
     own = np.repeat(np.eye(question.num_heads_kv), group, axis=1) > 0
@@ -250,8 +208,7 @@ def read_entries(ask: Ask, question: Question, name: str, of: str) -> Array:
     like: Any = question.out if of == "dout" else getattr(question, of)
     (n, m), H = Places(question).j.shape, question.num_heads_q
     found, width = np.zeros((H, n, m)), like.shape[2]
-    of_keys = of in ("v", "k")
-    heads, rows = ([None], m) if of_keys else ([*range(H)], n)
+    heads, rows = ([None], m) if of in ("v", "k") else ([*range(H)], n)
     parts = [*itertools.product(heads, _blocks(rows, width))]
     _allow(len(parts))
     for head, block in parts:

@@ -58,10 +58,6 @@ class Said:
         self.steps |= term.steps
 
     @property
-    def sound(self) -> bool:
-        return not (self.wrong or self.unread)
-
-    @property
     def name(self) -> str:
         """The class of what was read, "" where it is of several. Row sums that are off beside a
         wrong mask are those of what else is seen."""

@@ -54,7 +54,8 @@ def _change(
 ) -> Change:
     """What is wrong with dS of a gradient; ``same``: with that of dq, which tells of all heads."""
     of_P = said.see or said.term or said.listed or "bP" in said.steps
-    if of_P and Part(None, read, name).right:
+    right = Part(None, read, name) if of_P else None  # which dS may have, for all that P has not
+    if right and right.field(right.f - 1).zero and not (right.gone.any() or right.wrongly.any()):
         return Change(["is that of the right weights"], "", _masked, masked=True)
     own = Part(said, read, name)
     if said.wrong and own.fits(own.of(by_own_sums)):
@@ -134,7 +135,7 @@ def _form_of(part: Part, second: Callable[[], Part]) -> Change:
     """What stands there in place of dS."""
     f, places = part.f, part.places
     if part.field(f - 1).zero:
-        return Change()
+        return Change([])
     heads = zip(f, part.known, strict=True)
     values = [np.median(x[there]) if there.any() else 1.0 for x, there in heads]
     by = np.array(values)[:, None, None]
@@ -158,5 +159,4 @@ def _form_of(part: Part, second: Callable[[], Part]) -> Change:
     if (f > 0)[logs.there].all() and logs.fits(of(places)):
         text = f"is multiplied by exp of {told}"
         return Change([text], "unknown", lambda c: np.exp(at(c, of)) * c.dY)
-    coarse = Field(f - 1, logs.there, False, COARSE).zero
-    return Change([] if coarse else [IN_ANOTHER_WAY])
+    return Change([] if Field(f - 1, logs.there, False, COARSE).zero else [IN_ANOTHER_WAY])

@@ -57,8 +57,7 @@ class _Read(Rows):
         super().__init__(read.places, said.scores(read.places, read.right.S), read.seen, due)
         right = read.places.rights & read.seen
         self.seen, self.logs = read.seen, read.logs
-        self.total = np.where(right, self.S - self.logs, 0.0).sum(axis=-1)
-        self.total = self.total / np.maximum(right.sum(axis=-1), 1)
+        self.total = np.where(right, self.S - self.logs, 0.0).sum(-1) / np.maximum(right.sum(-1), 1)
         self.noise, self.known = 3 * read.noise, right.any(axis=-1) & read.alive
 
     def fit(self, of: "Logs", times: int = 1) -> bool:
@@ -92,8 +91,7 @@ def say_sums(said: Said, second: Callable[[], Weights]) -> None:
     level = x.logs + x.total[..., None]  # of which weights are exp
     if np.abs(level - x.S)[wrongly].max(initial=0.0) >= 8 * x.noise:
         _say_filled(said, level[wrongly], x.noise)
-        S = np.where(wrongly, level, x.S)
-        Rows.__init__(x, x.places, S, x.seen)
+        Rows.__init__(x, x.places, np.where(wrongly, level, x.S), x.seen)
     if x.fit(lambda x: x.due):
         said.right.append("row sums")
     else:
@@ -150,8 +148,7 @@ def _of_rows(x: _Read, passed: bool) -> str:
 @np.errstate(all="ignore")
 def _planted(said: Said, L: Logs, places: Places) -> Array:
     """What rows of a problem are divided by."""
-    seen = said.support.at(places) > 0
-    return L(Rows(places, said.scores(places, Right(places).S), seen))
+    return L(Rows(places, said.scores(places, Right(places).S), said.support.at(places) > 0))
 
 
 @np.errstate(all="ignore")
@@ -358,8 +355,7 @@ def say_values(said: Said) -> None:
     found, q = said.weights.value_head, said.weights.places.question
     if found is None or np.isnan(found).all(axis=1).any():
         return
-    heads = np.nanmedian(found, axis=1)
-    taken = np.clip(np.rint(heads).astype(int), 0, q.num_heads_kv - 1)
+    taken = np.clip(np.rint(np.nanmedian(found, axis=1)).astype(int), 0, q.num_heads_kv - 1)
     other = not np.array_equal(taken, np.arange(q.num_heads_q) // q.group)
     if other and np.nanmax(np.abs(found - taken[:, None])) < 0.1:
         said.say_term(of_other_heads("v", taken))

@@ -87,7 +87,7 @@ def _of_backward(read: Backward) -> Iterator[Table]:
         held = np.where(rights & (w.P > 0), w.right.S - np.log(w.P), np.nan)
         yield _by_rows("the lse that P of dv has", held, L, P)
         for name, of in read.slopes.items():
-            free = _weights(of.S, of.L, True) * of.Z
+            free = _weights(of.S, of.L, True) * (of.slope * (of.dP - of.D))
             due = np.where(rights, free, 0.0)
             dS = Table(f"dS of {name}", of.dS, due, "q", "j", noise, free=free)
             weights = of.slope * _weights(of.S, of.L, rights)

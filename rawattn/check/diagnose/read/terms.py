@@ -3,7 +3,7 @@ scores are in place of the right ones: with a term of places, other functions of
 other heads, of some columns. A term fits if its steps give the log-weights that were read."""
 
 from collections.abc import Callable, Iterator, Mapping
-from itertools import chain
+from itertools import chain, pairwise
 from types import SimpleNamespace
 from typing import Any, NamedTuple
 
@@ -13,7 +13,7 @@ from rawattn.check.diagnose.catalogue.second_order import with_values
 from rawattn.check.diagnose.engine.attention import Bug, Same, View, exact, run_steps
 from rawattn.check.diagnose.engine.steps import SCORES, STEPS, Context, Step, changed
 from rawattn.check.diagnose.evidence.places import Array, Places, Right, places_of
-from rawattn.check.diagnose.read.fields import Field, by_head, number, of_heads, runs_of
+from rawattn.check.diagnose.read.fields import Field, by_head, number, of_heads, plain
 
 Curve = Callable[[Array, float], tuple[Array, Array]]  # other scores, and their derivative
 CURVES: dict[str, Curve] = {  # of uncapped scores with a number c
@@ -148,13 +148,15 @@ def _columns(field: Field, c: Context) -> Iterator[Term]:
     told, whole = of_columns(weights)
     weights = np.where(np.abs(weights - np.rint(weights)) < 1e-2, np.rint(weights), weights)
     steps: dict[str, Step] = {"Y": lambda c: STEPS["Y"](changed(c, Q=c.Q * weights))}
-    name = "head-dim-tail" if whole else "score-scale"
-    yield Term(f"the scores are q . k {told}", name, steps)
+    yield Term(f"the scores are q . k {told}", "head-dim-tail" if whole else "score-scale", steps)
 
 
 def of_columns(factors: Array) -> tuple[str, bool]:
     """What a product sums in place of all columns once, and whether it lacks some, no more."""
-    runs = [run for run in runs_of(factors) if abs(run[2] - 1) > 1e-2]
+    near = np.abs(np.diff(factors)) <= 1e-2 * np.maximum(np.abs(factors[1:]), 1.0)
+    edges = [0, *(np.flatnonzero(~near) + 1).tolist(), len(factors)]
+    every = ((a, b - 1, plain(np.median(factors[a:b]))) for a, b in pairwise(edges) if b > a)
+    runs = [(a, b, float(x)) for a, b, x in every if abs(x - 1) > 1e-2]
     told = [f"{number(x)} times columns {a} to {b}" for a, b, x in runs if abs(x) > 1e-2]
     told += [f"without columns {a} to {b}" for a, b, x in runs if abs(x) <= 1e-2]
     text = ", ".join(told[:4]) + ", ..." * (len(told) > 4)
