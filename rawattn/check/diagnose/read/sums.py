@@ -129,7 +129,7 @@ def _of_rows(x: _Read, passed: bool) -> str:
         if x.fit(lambda _, some=some: some):  # type: ignore[misc]
             return f"in some rows {said}: {', '.join(where(q, 'lse', (x.known & ~right).T))}"
     times = np.exp(x.due - x.total)[x.known]
-    if passed and np.abs(times - np.rint(times)).max(initial=0.0) < 0.02 * times.max():
+    if passed and np.abs(times - np.rint(times)).max(initial=0.0) < 0.02:
         places = ", ".join(where(q, "lse", (x.known & ~right).T))
         return f"rows of q count {times.min():.0f} to {times.max():.0f} times in dv: {places}"
     if dtype := fields.few_bits(x.total[x.known], q.dtype.itemsize):

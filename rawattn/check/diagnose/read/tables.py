@@ -185,9 +185,15 @@ def _kinds(of: Table, head: int, row: int) -> dict[str, list[int]]:
         elif np.count_nonzero(alike) > 2 or abs(ratio[n] - np.round(ratio[n])) < of.noise:
             kind = f"is {ratio[alike].mean():.3g} times what is due"
         else:
-            kind = f"is {found[n]:.4g}, not {due[n]:.4g}"
+            kind = _apart(found[n], due[n])
         kinds.setdefault(kind, []).append(int(column))
     return kinds
+
+
+def _apart(found: float, due: float) -> str:
+    """In as many digits as tell one from the other."""
+    both = ((f"{found:.{n}g}", f"{due:.{n}g}") for n in (4, 6, 9))
+    return next((f"is {x}, not {y}" for x, y in both if x != y), f"is {found:.4g}")
 
 
 def _other_row(of: Table, head: int, row: int, columns: Array) -> str:
@@ -204,6 +210,6 @@ def _other_row(of: Table, head: int, row: int, columns: Array) -> str:
         at = [f"head {h}"] * (h != head) + [f"{ROWS[of.side]} {i - row:+d}"] * (i != row)
         return f"is that of {', '.join(at)}"
     if of.columns == ROW:
-        return f"is {found[0]:.4g}, not {due[0]:.4g}"
+        return _apart(found[0], due[0])
     off = np.abs(found - due).max(initial=0.0)
     return f"is other numbers, by up to {off:.3g} off of {np.abs(due).max():.3g}"

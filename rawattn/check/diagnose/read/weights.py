@@ -121,10 +121,11 @@ def _of_exp(read: Weights, there: Array) -> str:
     S = np.where(there, read.right.S, -np.inf)
     top = S.max(axis=-1, keepdims=True)
     off = np.where(there, read.logs - read.right.S, 0.0)
-    off -= np.take_along_axis(off, S.argmax(axis=-1)[..., None], axis=-1)
+    known = [off - np.take_along_axis(off, S.argmax(axis=-1)[..., None], axis=-1)]
+    known += [] if read.lse is None else [off + np.where(there, read.lse[..., None], 0.0)]
     with np.errstate(invalid="ignore"):
         below = np.where(np.isfinite(top), S - top, -np.inf)
-    for keys, (words, at) in product((1 << 30, 16), OF_EXP.items()):
+    for off, keys, (words, at) in product(known, (1 << 30, 16), OF_EXP.items()):
         some = there & (below < 0) & (there.sum(axis=-1, keepdims=True) <= keys)
         e = off[some][np.argsort(at(S[some], below[some]), kind="stable")]
         if e.size > MANY and np.mean(np.diff(e) ** 2) < SMOOTH * 2 * e.var():
