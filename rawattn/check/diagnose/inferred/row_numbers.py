@@ -291,7 +291,8 @@ def _summed(question: Question) -> dict[str, Floats]:
     final = b == b.max(initial=-1)
     found = {OF_ALL: b >= 0, "the last sequence alone": final}
     found["queries of sequences with keys"] = m > 0
+    found |= {f"{OF_ALL}, once for every tile of {t} keys,": -(-m // t) for t in TILES}
     for t in TILES:
         text = f"the last tile of {t} queries of the last sequence"
         found[text] = final & (i // t == (n - 1) // t)
-    return {of: rows & (b >= 0) for of, rows in found.items()}
+    return {of: rows * (b >= 0) for of, rows in found.items()}

@@ -283,15 +283,22 @@ def run(costs: Sequence[float]) -> tuple[int, int]:
 def of_all(
     question: Question, answers: Answers, side: str, findings: Sequence[Finding]
 ) -> list[Finding]:
-    """``findings`` of a part, and what all rows say where there are none."""
-    if findings or sum(costs_of(question)) > MOST:
+    """``findings`` of a part, and before them what all rows say where these are not sure."""
+    if (findings and findings[0].sure) or sum(costs_of(question)) > MOST:
         return [*findings]
     works = [Stage(question, answers, stage, 0.0) for stage in question.stages]
     of = {name: work for work in works for name in work.tensors if name != "delta"}
     wrong = {name: bad for name, work in of.items() if (bad := work.bad(name, OFF)).any()}
-    if not wrong:
-        return []
     said = [f"{n}: {'; '.join(structure.where(question, n, bad))}" for n, bad in wrong.items()]
+    for work in works:  # numbers of rows that only all sequences have
+        mine = [name for name in wrong if of[name] is work]
+        for guess in work.planted(row_numbers.bugs(work.sample)) if mine else ():
+            telling = guess.bug.name == "statistics-misplaced"
+            if telling and all(work.relative(n, guess) < OFF for n in mine):
+                given = side, guess.bug.name, f"{work.stage}: {', '.join(mine)}", "medium", said
+                return [proofs.finding(*given, title=guess.bug.variant), *findings]
+    if findings or not wrong:
+        return [*findings]
     first, name = min((int(bad.any(axis=1).argmax()), name) for name, bad in wrong.items())
     held_ones = (by_rows(n, answers[n])[bad] for n, bad in wrong.items())
     zero = not any((x[~np.isneginf(x)] != 0).any() for x in held_ones)
@@ -299,8 +306,4 @@ def of_all(
     title = f"rows of {', '.join(wrong)} are {held}, from row {first} of {name} on"
     look_at = "offsets in memory (their width), grids, and workspaces: short packs are right"
     given = (side, bug, ", ".join(wrong), "medium", said)
-    work = of["dq"] if "dq" in wrong else None
-    for guess in work.planted(row_numbers.bugs(work.sample)) if work else ():
-        if all(of[n] is work and work.relative(n, guess) < OFF for n in wrong):
-            return [proofs.finding(side, guess.bug.name, *given[2:], title=guess.bug.variant)]
     return [proofs.finding(*given, title=title, look_at=look_at)]

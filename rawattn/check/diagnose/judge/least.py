@@ -57,7 +57,8 @@ class Asker(NamedTuple):
         except Exception:
             return False
         for name in found.keys() & targets.keys():
-            off = np.abs(np.subtract(found[name], targets[name].reference, dtype=np.float64))
+            with np.errstate(invalid="ignore"):
+                off = np.abs(np.subtract(found[name], targets[name].reference, dtype=np.float64))
             if targets[name].judge(found[name]).verdict == "FAIL" and not (off < ROUNDED).all():
                 return True
         return False

@@ -170,8 +170,7 @@ def _kinds(of: Table, head: int, row: int) -> dict[str, list[int]]:
         return {_other_row(of, head, row, columns): columns.tolist()}
     found, due = of.found[head, row, columns], of.due[head, row, columns]
     with np.errstate(divide="ignore", invalid="ignore"):
-        size = np.abs(of.due[head][np.isfinite(of.due[head])]).max(initial=0.0)
-        ratio = np.where(np.abs(due) > of.noise * size + 1e-9, found / due, np.nan)
+        ratio = np.where(np.abs(due) > of.noise * np.abs(due).max() + 1e-9, found / due, np.nan)
     kinds: dict[str, list[int]] = {}
     for n, column in enumerate(columns):
         alike = np.abs(ratio - ratio[n]) <= max(1e-3, of.noise) * abs(ratio[n])

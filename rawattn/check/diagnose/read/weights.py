@@ -31,7 +31,14 @@ OF_EXP: dict[str, Callable[[Array, Array], Array]] = {  # by S, and S less the r
     "the fraction of S log2(e)": lambda S, below: S * LOG2_E % 1,
     "S": lambda S, below: S,
 }
-MANY, SMOOTH = 60, 0.3  # weights; how little neighbours differ, in units of what any two do
+# parts of the keys: tiles, or lanes
+PARTS: dict[str, Callable[[Array], Array]]
+PARTS = {f"tile of {t} keys": partial(lambda t, j: j // t, t) for t in (128, 64, 32, 16, 8, 4)}
+for t, n in product((4, 8), (2, 4)):
+    PARTS[f"j // {t} % {n}"] = partial(lambda t, n, j: j // t % n, t, n)
+MANY, RARE = 60, 0.02  # weights; parts that may hold several numbers
+# how little neighbours differ, in units of what any two do; of exp the most that it is off by
+SMOOTH, ABOUT = {8: 0.05, 4: 0.05, 2: 0.3}, 0.2
 LAST = ("(seqlen_k - 1) // ", "(seqlen_q - 1) // ")  # those of the last tile
 
 
@@ -108,12 +115,66 @@ def _say_scores(said: Said, x: Field, second: Callable[[], Weights]) -> None:
         said.unread.append("by which approximation")
     elif x.left(np.zeros_like(c.S)) * x.noise < COARSE:
         said.right.append("scores and softmax_scale, roughly")
-    elif not say_moves(said, second):
+    elif not (_say_parts(said, second) or say_moves(said, second)):
         name, of = ("dv", "dout") if read.passed else ("out", "v")
         text = "the weights of keys that must be seen are other numbers"
         if (np.nan_to_num(read.P) < -8 * read.noise).any():
             text = f"{name} is no sum of its sequence's {of}: rows of other sequences are in it"
         said.unread.append(text)
+
+
+def _say_parts(said: Said, second: Callable[[], Weights]) -> bool:
+    """Whether the weights of a tile, or of lanes, are times one number in every row."""
+    for words, of in PARTS.items():
+        if (one := _by_parts(said.weights, of)) is None or (
+            other := _by_parts(second(), of)
+        ) is None:
+            continue
+        text = f"weights are times one number for each row and {words}"
+        (found, basis), (again, others) = one, other
+        for factors in fields.sums_of(basis, found, 2):
+            if np.mean((sum(x * others[n] for n, x in factors.items()) - again) ** 2) <= 1:
+                text += f": exp({fields.sum_in_words(factors)}), up to a factor of the row"
+                break
+        said.say(text, "no-rescale")
+        said.unread.append("by what is not rescaled")
+        return True
+    return False
+
+
+@np.errstate(invalid="ignore")
+def _by_parts(read: Weights, of: Callable[[Array], Array]) -> tuple[Array, dict[str, Array]] | None:
+    """Logarithms of the numbers that the weights of parts of keys are times, in units of noise and
+    each row around 0, and what they may be sums of; None where a part has several, or all one."""
+    S, part = read.right.S, of(np.maximum(read.places.j, 0))
+    there = read.seen & read.places.rights & (read.alive & read.telling)[..., None]
+    h, i, j = np.nonzero(there)
+    at, shape = (h, i, part[i, j]), (*there.shape[:2], int(part.max(initial=0)) + 1)
+    off, (low, top) = (read.logs - S)[there], np.full((2, *shape), np.inf)
+    high, sums = -low, np.zeros(shape)
+    np.minimum.at(low, at, off)
+    np.maximum.at(high, at, off)
+    np.minimum.at(top, at, -S[there])
+    np.add.at(sums, at, np.exp(S[there]))
+    known, top = np.isfinite(low), -top
+    apart = known & (high - low > 8 * read.noise)
+    several = known & (known.sum(axis=2, keepdims=True) > 1)
+    if apart.sum() > RARE * known.sum() or several.sum() < MANY:
+        return None
+
+    def centred(x: Array) -> Array:
+        x, count = np.where(known, x, 0.0), np.maximum(known.sum(axis=2, keepdims=True), 1)
+        return np.asarray((x - x.sum(axis=2, keepdims=True) / count)[several])
+
+    found = centred(low) / read.noise
+    down = np.maximum.accumulate(top[..., ::-1], axis=2)[..., ::-1]
+    of_parts = {"its row_max": top, "row_max so far": np.maximum.accumulate(top, axis=2)}
+    of_parts |= {
+        "row_max so far, from the last on": down,
+        "its own lse": np.log(np.where(known, sums, 1.0)),
+    }
+    basis = {name: centred(x) / read.noise for name, x in of_parts.items()}
+    return (found, basis) if bool(np.abs(found).max() > 8) else None
 
 
 def _of_exp(read: Weights, there: Array) -> str:
@@ -128,9 +189,11 @@ def _of_exp(read: Weights, there: Array) -> str:
     for off, keys, (words, at) in product(known, (1 << 30, 16), OF_EXP.items()):
         some = there & (below < 0) & (there.sum(axis=-1, keepdims=True) <= keys)
         e = off[some][np.argsort(at(S[some], below[some]), kind="stable")]
-        if e.size > MANY and np.mean(np.diff(e) ** 2) < SMOOTH * 2 * e.var():
-            most = fields.number(float(np.abs(np.expm1(e)).max()))
-            return f"exp is not exact: off by up to {most} of it, which hangs on {words} alone"
+        most = float(np.abs(np.expm1(e)).max(initial=0.0))
+        smooth = SMOOTH[read.places.question.dtype.itemsize]
+        if e.size > MANY and most < ABOUT and np.mean(np.diff(e) ** 2) < smooth * 2 * e.var():
+            off_by = f"off by up to {fields.number(most)} of it"
+            return f"exp is not exact: {off_by}, which hangs on {words} alone"
     return ""
 
 
