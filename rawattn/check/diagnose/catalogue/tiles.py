@@ -157,7 +157,7 @@ def _by_tile(of: Factor, last: bool, tile: int, other: int, c: Context, axis: in
     seen = seen if axis == 1 else seen.T
     tiles, weight = np.arange(seen.shape[1]) // tile, np.zeros(seen.shape)
     together = other or len(seen)
-    for start in range(0, len(seen), together):
+    for start in range(0, len(seen), max(together, 1)):
         here = slice(start, start + together)
         there = np.unique(tiles[seen[here].any(axis=0)])
         known = np.isin(tiles, there)
