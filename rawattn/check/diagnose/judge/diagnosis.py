@@ -288,7 +288,12 @@ def of_all(
         return [*findings]
     works = [Stage(question, answers, stage, 0.0) for stage in question.stages]
     of = {name: work for work in works for name in work.tensors if name != "delta"}
-    wrong = {name: bad for name, work in of.items() if (bad := work.bad(name, OFF)).any()}
+    wrong = {}
+    for name, work in of.items():  # rows that cancel are beside those of the tensor
+        x, y = work.pair(name)
+        size = float(np.sqrt(np.mean(y[np.isfinite(y)] ** 2))) if np.isfinite(y).any() else 0.0
+        bad = work.bad(name, OFF) & ~(np.abs(x - y) <= OFF * size).all(axis=2)
+        wrong |= {name: bad} if bad.any() else {}
     said = [f"{n}: {'; '.join(structure.where(question, n, bad))}" for n, bad in wrong.items()]
     for work in works:  # numbers of rows that only all sequences have
         mine = [name for name in wrong if of[name] is work]

@@ -160,7 +160,7 @@ def _other_row(others: Array, found: Array, read: Weights, h: int, i: int) -> st
     q, near = read.places.question, 8 * read.noise
     with np.errstate(invalid="ignore"):
         alike = np.ptp(others - found, axis=1) <= near
-    flat = bool(np.ptp(found) <= near)
+    flat = not read.passed and bool(np.ptp(found) <= near)
     alike = np.isfinite(others).all(axis=1) if flat and not alike.any() else alike
     at = [tuple(map(int, divmod(row, len(q.q)))) for row in np.flatnonzero(alike)]
     if not at or (h, i) in at:

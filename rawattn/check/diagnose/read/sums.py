@@ -77,6 +77,7 @@ def say_passed(said: Said) -> None:
     """Whether weights are exp(score - lse), with the lse that was given."""
     x = _Read(said, said.weights, said.weights.right.lse)
     x.known &= np.isfinite(x.due)
+    _say_wrongly(said, x, x.due)
     if not x.fit(lambda x: x.due, 8):
         _say_form(said, x, None)
         if "softmax" in said.steps:
@@ -87,17 +88,22 @@ def say_passed(said: Said) -> None:
 def say_sums(said: Said, second: Callable[[], Weights]) -> None:
     """What the weights are divided by, and lse; ``second``: the same on other lengths."""
     x = _Read(said, said.weights)
-    wrongly = x.seen & ~x.places.rights & x.known[..., None]
-    level = x.logs + x.total[..., None]  # of which weights are exp
-    if np.abs(level - x.S)[wrongly].max(initial=0.0) >= 8 * x.noise:
-        _say_filled(said, level[wrongly], x.noise)
-        Rows.__init__(x, x.places, np.where(wrongly, level, x.S), x.seen)
+    _say_wrongly(said, x, None)
     if x.fit(lambda x: x.due):
         said.right.append("row sums")
     else:
         _say_form(said, x, second)
     if said.weights.lse is not None:
         _say_lse(said, x)
+
+
+def _say_wrongly(said: Said, x: _Read, due: Array | None) -> None:
+    """What scores keys have that must not be seen, where it is not their own."""
+    wrongly = x.seen & ~x.places.rights & x.known[..., None]
+    level = x.logs + x.total[..., None]  # of which weights are exp
+    if np.abs(level - x.S)[wrongly].max(initial=0.0) >= 8 * x.noise:
+        _say_filled(said, level[wrongly], x.noise)
+        Rows.__init__(x, x.places, np.where(wrongly, level, x.S), x.seen, due)
 
 
 @np.errstate(all="ignore")

@@ -36,6 +36,7 @@ PARTS: dict[str, Callable[[Array], Array]]
 PARTS = {f"tile of {t} keys": partial(lambda t, j: j // t, t) for t in (128, 64, 32, 16, 8, 4)}
 for t, n in product((4, 8), (2, 4)):
     PARTS[f"j // {t} % {n}"] = partial(lambda t, n, j: j // t % n, t, n)
+MOST = 128  # times that a key may count
 MANY, RARE = 60, 0.02  # weights; parts that may hold several numbers
 # how little neighbours differ, in units of what any two do; of exp the most that it is off by
 SMOOTH, ABOUT = {8: 0.05, 4: 0.05, 2: 0.3}, 0.2
@@ -110,6 +111,9 @@ def _say_scores(said: Said, x: Field, second: Callable[[], Weights]) -> None:
         said.term = term_of(x, c, many=True)
     if said.term is not None:
         said.say_term(said.term)
+    elif text := _often(read, second):
+        said.say(text, "tile-counted-twice")
+        said.unread.append("how often each")
     elif text := _of_exp(read, x.there):
         said.say(text, "narrow-intermediate")
         said.unread.append("by which approximation")
@@ -119,7 +123,7 @@ def _say_scores(said: Said, x: Field, second: Callable[[], Weights]) -> None:
         name, of = ("dv", "dout") if read.passed else ("out", "v")
         text = "the weights of keys that must be seen are other numbers"
         if (np.nan_to_num(read.P) < -8 * read.noise).any():
-            text = f"{name} is no sum of its sequence's {of}: rows of other sequences are in it"
+            text = f"{name} has negative weights of {of}, or rows of other sequences in it"
         said.unread.append(text)
 
 
@@ -247,6 +251,15 @@ def _counted(read: Weights, second: Callable[[], Weights]) -> Term | None:
     return adding(of, f"keys count {often} times: {rule}", name)
 
 
+def _often(read: Weights, second: Callable[[], Weights]) -> str:
+    """Which keys count several times, but not all as often, in words; "" if none do."""
+    found, known, values = _times(read)
+    if np.count_nonzero(values > 1) < 2:
+        return ""
+    rule = repeated((read.places, found, known), (second().places, *_times(second())[:2]))
+    return f"keys count up to {values[-1]:.0f} times: {rule}" if rule else ""
+
+
 def repeated(*read: tuple[Places, Array, Array]) -> Rule | None:
     """The rule of pairs that count more than once: of places, how often, and where it is known."""
     every = range(len(read[0][1]) if read[0][0].question.sparse else 1)
@@ -266,7 +279,7 @@ def _times(read: Weights) -> tuple[Array, Array, Array]:
     known &= (found.max(axis=-1, keepdims=True) > 1.5) | (read.lse is not None)
     values = np.unique(np.round(found[known]))
     exact = np.abs(found - np.round(found))[known] < 8 * read.noise * np.maximum(found[known], 1)
-    whole = exact.size and exact.all() and 1 < values[-1] <= 16
+    whole = exact.size and exact.all() and 1 < values[-1] <= MOST
     return found, known, values if whole else values[:0]
 
 
