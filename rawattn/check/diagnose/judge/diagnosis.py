@@ -288,10 +288,10 @@ def of_all(
         return [*findings]
     works = [Stage(question, answers, stage, 0.0) for stage in question.stages]
     of = {name: work for work in works for name in work.tensors if name != "delta"}
-    wrong = {}
-    for name, work in of.items():  # rows that cancel are beside those of the tensor
+    wrong = dict[str, np.ndarray]()
+    for name, work in of.items():  # rows that cancel are beside the largest of all
         x, y = work.pair(name)
-        size = float(np.sqrt(np.mean(y[np.isfinite(y)] ** 2))) if np.isfinite(y).any() else 0.0
+        size = np.abs(y[np.isfinite(y)]).max(initial=0.0)
         bad = work.bad(name, OFF) & ~(np.abs(x - y) <= OFF * size).all(axis=2)
         wrong |= {name: bad} if bad.any() else {}
     said = [f"{n}: {'; '.join(structure.where(question, n, bad))}" for n, bad in wrong.items()]
