@@ -34,7 +34,8 @@ LOOK_AT["backward"] = "where P and dS = P o (dP - D) are made, and what comes be
 TELLING = {"forward": "out", "backward": "dv"}  # of who sees whom, on any problem
 VAGUE = (NO_RULE, "holds other numbers")  # in forms: what was read says more
 FURTHER = 5  # lengths of that problem
-SHORT = (2, 5, 16, 7, 64, 3, 11)  # lengths that tell what a tile is from what it is by chance
+# lengths that tell what a tile is from what it is by chance
+SHORT = (53, 2, 25, 5, 64, 16, 7, 3, 11, 33)
 NEAR = {2: 2e-2, 4: 5e-3, 8: 1e-5}  # of a row, by the bytes of the inputs
 Known = tuple[Question, Answers] | None
 PASSES = {"forward": "forward pass", "backward": "backward pass", "sliding": "sliding branch"}
@@ -199,7 +200,8 @@ def _read(question: Question, stage: str, ask: Ask, known: Known) -> Said:
     @cache
     def again() -> Any:
         try:
-            return reader(counted, problem(here, 1, other=4, more=SHORT))
+            other, more = (4, SHORT[4:8]) if here.sparse else (0, SHORT)  # of blocks some are long
+            return reader(counted, problem(here, 1, other=other, more=more))
         except Refused:  # then of multiples of such lengths as it takes
             multiple = math.gcd(*here.lengths_q, *here.lengths_k)
             return reader(counted, problem(here, 1, other=multiple))

@@ -70,17 +70,20 @@ class Backward(NamedTuple):
 
 def problem(question: Question, seed: int, *, other: int = 0, more: Sequence[int] = ()) -> Question:
     """Like ``question``, of a forward pass; ``other``: with lengths more by multiples of that;
-    more: lengths of further sequences."""
+    more: lengths of further sequences, or, without ``other``, of all."""
     rng = np.random.default_rng([seed, 77])
     lengths = [np.diff(question.offsets(of)).astype(int) for of in "qk"]
+    apart = question.lengths_q != question.lengths_k
+    further = [np.array(x, dtype=int) for x in (more, more[:: -1 if apart else 1])]
     if other:  # where it can, another order, so that nothing hangs on the place of a sequence
         longer = [other * (3 + 5 * b % 7) for b in range(question.batch)]
         lengths = [np.where(x > 0, x + longer, 0)[::-1] for x in lengths]
-        further = (more, more[:: -1 if question.lengths_q != question.lengths_k else 1])
-        lengths = [np.append(x, y).astype(int) for x, y in zip(lengths, further, strict=True)]
+        lengths = [np.append(x, y) for x, y in zip(lengths, further, strict=True)]
+    elif more:
+        lengths = further
     offsets = [np.concatenate([[0], np.cumsum(x)]).astype(np.int32) for x in lengths]
     used = question.seqused_k
-    if used is not None and other:
+    if used is not None and (other or more):
         used = np.array(in_use(tuple(int(n) for n in lengths[1])), dtype=np.int32)
     size = float(np.sqrt(SPREAD / max(abs(question.scale) * question.q.shape[2] ** 0.5, 1e-6)))
     (n, m), of_v = (int(x[-1]) for x in offsets), question.v.shape[2]
