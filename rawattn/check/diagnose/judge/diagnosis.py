@@ -23,7 +23,7 @@ from rawattn.check.diagnose.findings import NAMELESS, Diagnosis, Finding
 from rawattn.check.diagnose.inferred import row_numbers
 from rawattn.check.diagnose.judge import match, proofs, rounding
 from rawattn.check.diagnose.judge.match import Explained, Stage, StageVerdict
-from rawattn.check.diagnose.read.name import PASSES, UNREAD, Readings
+from rawattn.check.diagnose.read.name import BEYOND, PASSES, UNREAD, Readings
 from rawattn.check.diff import FLOATING
 
 Call = Callable[[Question], Answers]
@@ -289,10 +289,10 @@ def of_all(
     works = [Stage(question, answers, stage, 0.0) for stage in question.stages]
     of = {name: work for work in works for name in work.tensors if name != "delta"}
     wrong = dict[str, np.ndarray]()
-    for name, work in of.items():  # rows that cancel are beside the largest of all
-        x, y = work.pair(name)
-        size = np.abs(y[np.isfinite(y)]).max(initial=0.0)
-        bad = work.bad(name, OFF) & ~(np.abs(x - y) <= OFF * size).all(axis=2)
+    for name, work in of.items():
+        (x, y), bad = work.pair(name), work.bad(name, OFF)
+        if work.stage in BEYOND:  # rows that cancel are beside the largest of all
+            bad &= ~(np.abs(x - y) <= OFF * np.abs(y[np.isfinite(y)]).max(initial=0.0)).all(axis=2)
         wrong |= {name: bad} if bad.any() else {}
     said = [f"{n}: {'; '.join(structure.where(question, n, bad))}" for n, bad in wrong.items()]
     for work in works:  # numbers of rows that only all sequences have
