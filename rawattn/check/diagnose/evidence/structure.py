@@ -37,8 +37,7 @@ def named(what: str, indices: Any) -> str:
     pieces = [piece for run in short for piece in run]
     if len(pieces) > 6:
         pieces = [*pieces[:6], f"... ({len(numbers)} of them)"]
-    plural = "s" if what and len(numbers) > 1 else ""
-    return f"{what}{plural} {', '.join(pieces)}".strip()
+    return f"{what}{'s' * bool(what and len(numbers) > 1)} {', '.join(pieces)}".strip()
 
 
 def where(question: Question, tensor: str, bad: Array, among: Array | bool = True) -> Iterator[str]:

@@ -181,8 +181,7 @@ def _told(rows: Rows, number: Number, known: Floats, added: Floats, noise: Float
         off = known & (abs(added) > CLOSE * abs(added).max())
         what = f"{every[off].mean():.3g}" if np.ptp(every[off]) < 1e-3 else "other numbers"
         places = "; ".join(where(rows.question, "lse", off.T, known.T))
-        kind = OF[right] if right == "D" else "unknown"
-        name, text = kind, f"{what}, not {right or 1}, {places}"
+        name, text = OF[right] if right == "D" else "unknown", f"{what}, not {right or 1}, {places}"
 
     def more(c: Context) -> Floats:
         here = Rows(c.question, c.given, rows.stage)

@@ -393,8 +393,7 @@ def _joined(title: str, found: Sequence[Kind]) -> Diagnosis:
         if best and any(fineness[one] > fineness[what] for one in others):
             return CONFIDENCE.index("low")
         nameless = any(one[1] in NAMELESS for one in others)
-        doubted = best == CONFIDENCE.index("high") and len(said[what]) == 1 and nameless
-        return best + doubted
+        return best + (best == CONFIDENCE.index("high") and len(said[what]) == 1 and nameless)
 
     def rank(what: tuple[str, str, str]) -> tuple[bool, int, bool, bool, int]:
         """First what has a name, is surer, gives the numbers, is a rule, is shown more often."""

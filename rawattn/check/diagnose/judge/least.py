@@ -153,8 +153,7 @@ def _of_rows(name: str, found: Any, due: Any, question: Question, off: float) ->
     """A result by rows, as sums of rows of the inputs where it can be told."""
     x, y = (by_rows(name, a).swapaxes(0, 1) for a in (found, due))
     size = float(np.abs(y[np.isfinite(y)]).mean()) or 1.0
-    wide = "slot" if name.endswith("block_scale") else "column"
-    columns = ROW if x.shape[2] == 1 else wide
+    columns = ROW if x.shape[2] == 1 else "slot" if name.endswith("block_scale") else "column"
     of_rows = Table(name, x, y, side_of(name), columns, max(2 * off / size, 1e-6))
     moved = next((MOVED[of] for of in MOVED if name in STAGES[of]), "")
     return _summed(of_rows, question, moved) or of_rows

@@ -71,8 +71,7 @@ def catalogue(question: Question, stage: str) -> tuple[Bug, ...]:
     if stage in BEYOND:
         without = "mask-missing-in-backward" * (stage == "jvp")
         of_masks = (x for x in found if x.see and x.stages != FORWARD and x.name != without)
-        others = (x for x in found if stage in x.stages or x.name == "score-scale")
-        anywhere = {*of_masks, *others}
+        anywhere = {*of_masks, *(x for x in found if stage in x.stages or x.name == "score-scale")}
         wide = [bug.at(*bug.stages, stage) for bug in found if bug in anywhere]
         alike = stage == "jvp" and second_order.lacking(question)  # to a direction that is ignored
         listed = (*second_order.BUGS, *second_order.instead(question))

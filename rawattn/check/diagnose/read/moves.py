@@ -106,8 +106,7 @@ def _reordered(order: Array, place: str, x: Places) -> Array:
 
 def _listed(x: Places, by: Array, passed: bool) -> str:
     """On the line with the most of them."""
-    moved = (by != 0) & (by != UNKNOWN)
-    counts = moved.sum(axis=1 if passed else 2)
+    counts = ((by != 0) & (by != UNKNOWN)).sum(axis=1 if passed else 2)
     h, at = np.unravel_index(counts.argmax(), counts.shape)
     distance = by[h, :, at] if passed else by[h, at]
     b = int(x.question.sequence_of("kq"[not passed])[at])
@@ -151,8 +150,7 @@ def _largest(x: Array, near: float) -> Array:
     with np.errstate(invalid="ignore"):
         close = np.abs(x[:, None] - x[None]) <= near
     most = close[close.sum(axis=1).argmax()]
-    several = most.sum() > 1 or np.isfinite(x).sum() == 1
-    return np.asarray(most & several)
+    return np.asarray(most & (most.sum() > 1 or np.isfinite(x).sum() == 1))
 
 
 def _other_row(others: Array, found: Array, read: Weights, h: int, i: int) -> str:
@@ -178,8 +176,7 @@ def _with_moved(to: To, axis: int, step: str, c: Context) -> Floats:
     """A product with the weights where they are; what is nowhere in the sequence is lost."""
     places, keys = places_of(c.question), np.maximum(c.view.keys, 0)
     places_to = to(places)[np.ix_(c.view.rows, keys)]
-    count = c.P.shape[axis]
-    inside = (places_to >= 0) & (places_to < count)
+    inside = (places_to >= 0) & (places_to < c.P.shape[axis])
     heads = np.arange(c.P.shape[0])[:, None]
     i, j = np.nonzero(inside)
     at = (i, places_to[i, j]) if axis == -1 else (places_to[i, j], j)

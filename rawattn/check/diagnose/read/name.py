@@ -214,8 +214,7 @@ def _read(question: Question, stage: str, ask: Ask, known: Known) -> Said:
         return said
 
     said = told(None)
-    ruled = said.support.named and not said.support.right and stage in TELLING
-    if said.bug is None or not ruled:
+    if said.bug is None or said.support.right or not said.support.named or stage not in TELLING:
         return said
     try:
         asked, answers = known or _third(here, stage, counted)

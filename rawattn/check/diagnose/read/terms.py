@@ -102,9 +102,8 @@ def at(c: Context, of: Of) -> Array:
     return of_view(c, of(places_of(c.question)))
 
 
-def adding(of: Of, text: str, name: str) -> Term:
-    steps = capped(lambda c, S: S + at(c, of) / np.where(c.G == 0, 1.0, c.G))  # G comes behind it
-    return Term(text, name, steps)
+def adding(of: Of, text: str, name: str) -> Term:  # G comes behind it
+    return Term(text, name, capped(lambda c, S: S + at(c, of) / np.where(c.G == 0, 1.0, c.G)))
 
 
 def _linear(field: Field, c: Context) -> Iterator[Term]:
@@ -159,8 +158,7 @@ def of_columns(factors: Array) -> tuple[str, bool]:
     runs = [(a, b, float(x)) for a, b, x in every if abs(x - 1) > 1e-2]
     told = [f"{number(x)} times columns {a} to {b}" for a, b, x in runs if abs(x) > 1e-2]
     told += [f"without columns {a} to {b}" for a, b, x in runs if abs(x) <= 1e-2]
-    text = ", ".join(told[:4]) + ", ..." * (len(told) > 4)
-    return text, all(abs(x) <= 1e-2 for *_, x in runs)
+    return ", ".join(told[:4]) + ", ..." * (len(told) > 4), all(abs(x) <= 1e-2 for *_, x in runs)
 
 
 def _curves(field: Field, c: Context) -> Iterator[Term]:

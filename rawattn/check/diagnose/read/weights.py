@@ -52,8 +52,7 @@ def said_of(read: Weights, second: Callable[[], Weights], support: Support | Non
         said.steps["bP"] = partial(_with_lse, *moved)
         said.support = replace(said.support, seen=places.rights)
         return said
-    x = Field(read.logs - read.right.S, due, True, read.noise)
-    _say_scores(said, x, second)
+    _say_scores(said, Field(read.logs - read.right.S, due, True, read.noise), second)
     if "stale-tile" in said.names:
         said.support = replace(said.support, seen=places.rights)
         return said

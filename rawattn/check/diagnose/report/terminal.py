@@ -37,9 +37,8 @@ def show(console: Console, diagnosis: Diagnosis, about: About, *, full: bool = F
     """The verdict in short, or with ``full`` all that it rests on."""
     wide = min(max(LEAST, console.width), MOST)
     sides = {finding.side for finding in diagnosis.findings} | {*about.files, *diagnosis.judged}
-    lines_of = whole if full else short
     for n, finding in enumerate(diagnosis.findings):
-        lines = lines_of(finding, about, wide, len(sides) == 1)
+        lines = (whole if full else short)(finding, about, wide, len(sides) == 1)
         console.print(Text("\n" * (n > 0)) + Text("\n").join(lines), soft_wrap=True)
     if words.nothing_wrong(diagnosis):
         compared = diagnosis.judged or diagnosis.facts
