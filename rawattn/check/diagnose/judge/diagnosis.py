@@ -225,8 +225,7 @@ def _title(name: str, form: str, must: str) -> str:
         return title
     if name == "unknown" or form.startswith(SENTENCES):
         return form
-    of_window = "window" in name and must
-    return f"{title}: {form}" + (f", where the mask must be {must}" if of_window else "")
+    return f"{title}: {form}" + f", where the mask must be {must}" * bool("window" in name and must)
 
 
 def _said(name: str, parts: Sequence[_Part], form: str, must: str) -> str:
@@ -238,8 +237,7 @@ def _said(name: str, parts: Sequence[_Part], form: str, must: str) -> str:
     near = f"to {agrees:.1g} of their size" if agrees else "exactly"
     near += f", which is the rounding of {parts[0].verdict.precision}" * (agrees >= 1e-6)
     apart = f"they are {float(f'{100 * differs:.2g}'):g} % apart"  # 51 %, 110 %
-    if not math.isfinite(differs):
-        apart = "other elements are finite, or not 0"
+    apart = apart if math.isfinite(differs) else "other elements are finite, or not 0"
     return f"the float64 reference with {bug} gives these numbers {near} ({without} {apart})"
 
 
@@ -280,18 +278,16 @@ def run(costs: Sequence[float]) -> tuple[int, int]:
     return first, max(first + 1, int(stops[first]))
 
 
-def of_all(
-    question: Question, answers: Answers, side: str, findings: Sequence[Finding]
-) -> list[Finding]:
+def of_all(q: Question, answers: Answers, side: str, findings: Sequence[Finding]) -> list[Finding]:
     """``findings`` of a part, and what all rows say where there are none."""
-    if findings or sum(costs_of(question)) > MOST:
+    if findings or sum(costs_of(q)) > MOST:
         return [*findings]
-    works = [Stage(question, answers, stage, 0.0) for stage in question.stages]
+    works = [Stage(q, answers, stage, 0.0) for stage in q.stages]
     of = {name: work for work in works for name in work.tensors if name != "delta"}
     wrong = {name: bad for name, work in of.items() if (bad := work.bad(name, OFF)).any()}
     if not wrong:
         return []
-    said = [f"{n}: {'; '.join(structure.where(question, n, bad))}" for n, bad in wrong.items()]
+    said = [f"{n}: {'; '.join(structure.where(q, n, bad))}" for n, bad in wrong.items()]
     first, name = min((int(bad.any(axis=1).argmax()), name) for name, bad in wrong.items())
     held_ones = (by_rows(n, answers[n])[bad] for n, bad in wrong.items())
     zero = not any((x[~np.isneginf(x)] != 0).any() for x in held_ones)

@@ -267,8 +267,9 @@ def small(case: Case) -> Case:
             lengths_q, lengths_k = (13, unit + 11, 1, 37), (29, longest, 5, 16)
     plain: dict[str, Any] = {"poisoned": (), "past_q": 0, "past_k": 0, "strided": False}
     plain |= {"direction": (True, True, True), "sinks_direction": True}
-    if isinstance(case, SparseCase):
-        plain |= {"gate_direction": True, "index_dtype": "int32"}
+    plain |= (
+        {"gate_direction": True, "index_dtype": "int32"} if isinstance(case, SparseCase) else {}
+    )
     return with_lengths(replace(case, name="small", **plain), (lengths_q, lengths_k))
 
 
@@ -318,9 +319,7 @@ def reference_answers(question: Question) -> Answers:
     return {name: a.astype(_dtype(question, name)) for name, a in right.items()}
 
 
-def _asked(
-    sides: dict[str, Candidate], question: Question, *, until: float, told: Readings
-) -> Diagnosis:
+def _asked(sides: dict[str, Candidate], q: Question, *, until: float, told: Readings) -> Diagnosis:
     """What is wrong with what all sides say to a question; ``told``: of the first one."""
     judged: dict[str, Diagnosis] = {}
     for side, one in sides.items():
@@ -328,17 +327,17 @@ def _asked(
         if side == SIDE:
             known = {"told": told, "call": lambda x, one=one: _as_due(x, answers_of(one, x))}
         try:
-            answers = answers_of(one, question)
+            answers = answers_of(one, q)
         except Unsupported as lack:
             return Diagnosis(f"{one.name}: {lack}", ())
         except Exception as error:  # whatever a candidate throws is its result
             kind, look_at = type(error).__name__, "the function itself, called with these lengths"
-            given = (side, "unknown", sizes_of(question), "proved", (f"{kind}: {error}",))
+            given = (side, "unknown", sizes_of(q), "proved", (f"{kind}: {error}",))
             raised = finding(*given, title=f"it raises {kind}", look_at=look_at)
             judged[side] = Diagnosis(one.name, (raised,))
             continue
-        due = _as_due(question, answers)
-        found = diagnose(question, due, side=side, until=until, **known)
+        due = _as_due(q, answers)
+        found = diagnose(q, due, side=side, until=until, **known)
         # results of another dtype than they must have are judged in that one nonetheless
         wrong = [n for n, x in answers.items() if x.dtype != due[n].dtype]
         said = [f"{n} is {answers[n].dtype}; it must be {due[n].dtype}" for n in wrong]
@@ -469,9 +468,8 @@ def _case(question: Question) -> Case:
     options |= {"lengths_q": q.lengths_q, "past_q": len(q.q) - sum(q.lengths_q)}
     options |= {"lengths_k": lengths_k, "past_k": len(q.k) - sum(lengths_k)}
     if not q.sparse:
-        used = None if q.seqused_k is None else q.lengths_k
         options |= {"softcap": q.softcap, "sinks": q.sinks is not None, "window": q.window}
-        return Case("asked", **options, seqused_k=used)
+        return Case("asked", **options, seqused_k=None if q.seqused_k is None else q.lengths_k)
     own_window = q.sliding in (None, (q.block_size - 1, 0))
     options |= {"window": (-1, -1) if own_window else q.sliding, "sliding": q.sliding is not None}
     options |= {"block_size": q.block_size, "own": q.own}
