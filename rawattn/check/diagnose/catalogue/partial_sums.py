@@ -36,9 +36,6 @@ class Parts:
         self.top = _finite(tops.max(axis=0))
         self.outs, self.lses, self.es, self.touts = divided(tops, sums)
 
-    def with_out(self, sums: Floats) -> "Parts":
-        return Parts(self.tops, self.sums | {"out": sums})
-
 
 class Results(NamedTuple):
     """What an attention kernel makes of its parts; the last two are tangents, 0 where not asked."""

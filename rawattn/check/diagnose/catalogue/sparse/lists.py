@@ -180,10 +180,9 @@ def _shifted(of: Callable[[Question], Any], change: Change, x: Lists) -> Lists:
 
 def maps_of(question: Question) -> Iterator[maps.Map]:
     """Where the lists of a query may be looked for."""
-    longest = max(question.lengths_q, default=0)
     ways = (maps.TILED, maps.LAST, "row i + {}", "row i - {}", "row i % {}")
     for words, by in product(ways, (1, *TILES)):
-        if by < longest and (by > 1 or words in ways[2:4]):
+        if by < max(question.lengths_q, default=0) and (by > 1 or words in ways[2:4]):
             yield maps.of_rows(words, by)
     for of in maps.sequences(question, clamped=True):
         yield replace(of, words=of.words.replace("the other side", "cu_seqlens_k"))
