@@ -163,9 +163,8 @@ def _columns(operand: str, count: int, c: Context) -> Floats:
 
 def _scaled(c: Context, x: float, everywhere: bool = True) -> Floats:
     """Scores with another scale, which dQ and dK have too where it is ``everywhere``."""
-    scores = STEPS["Y"](changed(c, s=x))
     c.s = x if everywhere else c.s
-    return np.asarray(scores)
+    return np.asarray(STEPS["Y"](changed(c, s=x)))
 
 
 def _plain_exp(c: Context) -> tuple[Floats, Floats]:

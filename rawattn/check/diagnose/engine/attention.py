@@ -140,9 +140,8 @@ def sparse_views(
             of = heads * lists.named.shape[1] // question.num_heads_q
             walked, entry, times = lists.keys(b, of)
             slot = np.where((times > 0) & (entry < question.slots), entry, -1)
-            selections = of if lists.heads is None else lists.heads[heads]
             seen = rows, keys[walked], heads, head_kv, times.astype(np.float64)
-            yield View(b, *seen, slot, selections, lists)
+            yield View(b, *seen, slot, of if lists.heads is None else lists.heads[heads], lists)
 
 
 def sequences(question: Question) -> Iterator[tuple[int, np.ndarray, np.ndarray]]:

@@ -192,9 +192,8 @@ def _pure(x: Array, inside: Array, name: str) -> Iterator[Span]:
     count = np.bincount(x - x.min())
     values = np.flatnonzero(count)
     pure = np.bincount(x[inside] - x.min(), minlength=len(count))[values] == count[values]
-    edges = np.flatnonzero(np.diff(np.concatenate([[0], pure, [0]]).astype(int)))
     values += x.min()
-    runs = edges.reshape(-1, 2)
+    runs = np.flatnonzero(np.diff(np.concatenate([[0], pure, [0]]).astype(int))).reshape(-1, 2)
     for first, stop in runs if len(runs) <= FEW else ():
         low, high = int(values[first]), int(values[stop - 1])
         outer = first == 0, stop == len(values)

@@ -201,9 +201,8 @@ def _whole(*read: _Read, own: bool) -> Part | None:
 
 def _inside(kind: str, places: Places, seen: Array, known: Array | bool = True) -> Array:
     """(num_heads_q, total_q, total_k)."""
-    wrong = ~seen if kind == LESS else seen
     domains = np.stack([_domain(places.of(head), kind) for head in range(len(seen))])
-    return np.asarray(wrong & domains & known)
+    return np.asarray((~seen if kind == LESS else seen) & domains & known)
 
 
 def _domain(places: Places, kind: str) -> Array:

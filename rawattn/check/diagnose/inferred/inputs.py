@@ -197,8 +197,7 @@ def _cut(x: Floats, units: Units) -> Floats:
 
 def _with(units: Units, held: Floats, axis: int, given: Floats) -> Floats:
     x = given.swapaxes(0, axis).copy()
-    added = (held @ _cut(x, units)).reshape(*units.shape, *x.shape[1:])
-    x[units[units >= 0]] += added[units >= 0]
+    x[units[units >= 0]] += (held @ _cut(x, units)).reshape(*units.shape, *x.shape[1:])[units >= 0]
     return x.swapaxes(0, axis)
 
 

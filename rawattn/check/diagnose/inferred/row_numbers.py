@@ -276,9 +276,8 @@ def _terms(question: Question, given: Passed, stage: str) -> dict[str, tuple[Flo
         for how, often in (("without", -1), ("with the other sign of", -2), ("with twice", 1)):
             rows |= {f"{text} {how} {n}": whole + often * x for n, x in parts.items()}
         rows[f"{text} without dlse in D"] = whole + (moved - e) * dlse
-    first = next(iter(rows))
     return {
-        f"{by} {row}".strip(): (w * inside * x, (by != ITS) + (row != first))
+        f"{by} {row}".strip(): (w * inside * x, (by != ITS) + (row != next(iter(rows))))
         for (by, w), (row, x) in product(weights.items(), rows.items())
     }
 

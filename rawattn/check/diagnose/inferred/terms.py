@@ -180,9 +180,8 @@ def _told(sample: Sample, term: second_order.Term, factor: float) -> tuple[str, 
     near = {words: x for words, x in known.items() if abs(factor / x - 1) < NEAR}
     if not near:
         return term.other, f"{term.text}, times {number(factor)}", factor
-    of_scale = near.keys() & scales.keys() and term.other in OF_SCALE
     scale = "output-scale" if sample.stage == "backward" else "tangent-scale"
-    name = scale if of_scale else term.other
+    name = scale if near.keys() & scales.keys() and term.other in OF_SCALE else term.other
     return name, f"{term.text} {' or '.join(near)}", next(iter(near.values()))
 
 
@@ -217,9 +216,8 @@ def _odd(places: Places, span: Span) -> int:
         return 0
     of_right = (span.low is not None) == span.feature.startswith("j")
     due = f" {'+' if span.low is not None else '-'} window_{'right' if of_right else 'left'}"
-    side = due * (places.question.mask_window[of_right] > 0)
     far, wide = 1 not in (span.low, -(span.high or 0)), f"// {loop[3]}" not in span.feature
-    return 4 * far + 2 * (loop[4] != side) + wide
+    return 4 * far + 2 * (loop[4] != due * (places.question.mask_window[of_right] > 0)) + wide
 
 
 def _spans(places: Places, wrong: dict[str, np.ndarray | None]) -> Iterator[Span]:

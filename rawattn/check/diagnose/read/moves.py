@@ -176,10 +176,8 @@ def _with_moved(to: To, axis: int, step: str, c: Context) -> Floats:
     """A product with the weights where they are; what is nowhere in the sequence is lost."""
     places, keys = places_of(c.question), np.maximum(c.view.keys, 0)
     places_to = to(places)[np.ix_(c.view.rows, keys)]
-    inside = (places_to >= 0) & (places_to < c.P.shape[axis])
-    heads = np.arange(c.P.shape[0])[:, None]
-    i, j = np.nonzero(inside)
+    i, j = np.nonzero((places_to >= 0) & (places_to < c.P.shape[axis]))
     at = (i, places_to[i, j]) if axis == -1 else (places_to[i, j], j)
     P = np.zeros_like(c.P)
-    np.add.at(P, (heads, *at), c.P[:, i, j])
+    np.add.at(P, (np.arange(len(P))[:, None], *at), c.P[:, i, j])
     return np.asarray(STEPS[step](changed(c, P=P)))

@@ -178,8 +178,7 @@ def _curves(field: Field, c: Context) -> Iterator[Term]:
         few = (*caps, *(round(x, digits) for digits in range(3)))  # those that the noise leaves
         enough = max(1.0, 1.01 * left_by(x))
         x = next((y for y in few if y and left_by(y) <= enough), x)
-        name = "softcap-dropped" if words == "not capped" else "softcap"
         text = f"the scores are {words.format(c=f'{x:.4g}')}"
         text += next((of for y, of in caps.items() if np.isclose(x, y, 5e-3)), "")
         steps = {"cap": lambda c, of=curve, x=x: (*of(c.Y, x), 0.0)}
-        yield Term(text, name, steps)
+        yield Term(text, "softcap-dropped" if words == "not capped" else "softcap", steps)

@@ -98,8 +98,7 @@ def _say_scores(said: Said, x: Field, second: Callable[[], Weights]) -> None:
         said.right.append("scores and softmax_scale")
         return
     said.term = term_of(x, c) or _counted(read, second)
-    if said.term is None and not read.passed:
-        said.term = term_of(x, c, many=True)
+    said.term = said.term or (None if read.passed else term_of(x, c, many=True))
     if said.term is not None:
         said.say_term(said.term)
     elif text := _of_exp(read, x.there):

@@ -53,10 +53,9 @@ def show(console: Console, diagnosis: Diagnosis, about: About, *, full: bool = F
 
 def facts(console: Console, diagnosis: Diagnosis, *, full: bool = False) -> None:
     """What was compared, and what was read of it; what is right is told where nothing is wrong."""
-    told = full or words.nothing_wrong(diagnosis)
     console.print()
     for fact in filter(None, (diagnosis.title, *diagnosis.facts)):
-        if told or not RIGHT.search(fact):
+        if full or words.nothing_wrong(diagnosis) or not RIGHT.search(fact):
             console.print(Text(fact, "dim"))
 
 
