@@ -390,10 +390,8 @@ def _verdict(work: Stage, steps: Sequence[Precision]) -> StageVerdict:
                 return best
         if best is not None and not best.unexplained:
             return best
-    if best is not None:
-        return best
     wrong = tuple(name for name in work.tensors if name not in right)
-    return StageVerdict(work, steps[0].name, right, (), wrong, first)
+    return best or StageVerdict(work, steps[0].name, right, (), wrong, first)
 
 
 def _generic(work: Stage, explained: Sequence[Explained]) -> bool:
@@ -451,7 +449,5 @@ def _explain(
     while tensors := max((left & {*e.tensors} for e in found), key=len, default=set()):
         chosen += [e for e in found if left & {*e.tensors} == tensors]
         left -= tensors
-    if not chosen:
-        return None
-    unexplained = tuple(name for name in wrong if name in left)
-    return StageVerdict(work, precision.name, right, tuple(chosen), unexplained, null)
+    rest, some = tuple(name for name in wrong if name in left), tuple(chosen)
+    return StageVerdict(work, precision.name, right, some, rest, null) if some else None
