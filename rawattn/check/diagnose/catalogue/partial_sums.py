@@ -10,9 +10,8 @@ from typing import NamedTuple
 import numpy as np
 
 from rawattn.check.diagnose.catalogue.sparse import walks
-from rawattn.check.diagnose.engine.attention import TILES
+from rawattn.check.diagnose.engine.attention import TILES, Context, Floats, Step, times
 from rawattn.check.diagnose.engine.question import Question
-from rawattn.check.diagnose.engine.steps import Context, Floats, Step, times
 
 LN_2 = np.log(2)
 COUNTS = (2, 3, 4, 6, 8)  # parts of a sequence

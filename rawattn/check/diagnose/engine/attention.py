@@ -14,10 +14,10 @@ import numpy as np
 from rawattn.check.diagnose.engine.effort import spend
 from rawattn.check.diagnose.engine.lists import Lists, lists_of
 from rawattn.check.diagnose.engine.question import BY_ROW, OF_KEYS, OF_SINKS, Answers, Question
-from rawattn.check.diagnose.engine.steps import SCORES, STEPS, Context, Floats, Step, changed
+from rawattn.check.diagnose.engine.steps import SCORES, STEPS, Context, Floats, Step, changed, times
 from rawattn.reference.dense import allowed
 
-__all__ = ["STEPS", "Context", "Floats", "Step", "changed"]  # too
+__all__ = ["STEPS", "Context", "Floats", "Step", "changed", "times"]  # too
 
 exact: Callable[[Floats], Floats] = lambda x: x  # noqa: E731
 TILES = (8, 16, 32, 64, 128)

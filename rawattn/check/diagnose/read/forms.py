@@ -10,9 +10,8 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from rawattn.check.diagnose.engine.attention import TILES, Context, deltas
+from rawattn.check.diagnose.engine.attention import TILES, Context, changed, deltas, times
 from rawattn.check.diagnose.engine.question import Question
-from rawattn.check.diagnose.engine.steps import changed, times
 from rawattn.check.diagnose.evidence.places import Array, Places, Right, places_of
 from rawattn.check.diagnose.read.fields import Field, rows_of, sum_in_words, sums_of
 from rawattn.check.diagnose.read.probe import TINY, Backward

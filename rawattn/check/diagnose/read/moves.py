@@ -6,9 +6,8 @@ from functools import partial
 
 import numpy as np
 
-from rawattn.check.diagnose.engine.attention import TILES
+from rawattn.check.diagnose.engine.attention import STEPS, TILES, Context, Floats, changed
 from rawattn.check.diagnose.engine.question import Question
-from rawattn.check.diagnose.engine.steps import STEPS, Context, Floats, changed
 from rawattn.check.diagnose.evidence.places import Array, Places, places_of
 from rawattn.check.diagnose.evidence.rules import Shown, rules_of
 from rawattn.check.diagnose.evidence.structure import named

@@ -9,8 +9,7 @@ from typing import Any
 import numpy as np
 
 from rawattn.check.diagnose.catalogue.maps import Map, geometry
-from rawattn.check.diagnose.engine.attention import TILES
-from rawattn.check.diagnose.engine.steps import STEPS, Context
+from rawattn.check.diagnose.engine.attention import STEPS, TILES, Context
 from rawattn.check.diagnose.evidence.places import Array, Places, Right, log_sum, places_of
 from rawattn.check.diagnose.evidence.rules import Rule, Span
 from rawattn.check.diagnose.evidence.structure import where
