@@ -186,8 +186,7 @@ def _told(sample: Sample, term: second_order.Term, factor: float) -> tuple[str, 
 
 
 def pairs_dropped(sample: Sample) -> Iterator[Bug]:
-    """Bounds that are in no list, of the gradients that are wrong, or of loops that the first pass
-    of a double backward shares with some."""
+    """Bounds in no list, of gradients that are wrong, or of loops that a first pass shares."""
     first = any(RESULTS[step] & sample.wrong.keys() for step in OF_FIRST_PASS)
     told = OF_FIRST_PASS if first else GRADIENTS
     steps = [step for step in GRADIENTS if RESULTS[step] & sample.wrong.keys()]

@@ -27,8 +27,7 @@ Of = Callable[[Places], Array]  # numbers (num_heads_q or 1, total_q, total_k) o
 
 
 class Term(NamedTuple):
-    """What is wrong with the scores, its class, and the steps that do it. values: by head, factors
-    of the scores."""
+    """What is wrong with the scores, its class, and steps that do it. values: factors, by head."""
 
     text: str
     name: str
