@@ -265,8 +265,7 @@ def _bounds(name: str, places: Places, wrong: dict[str, np.ndarray | None]) -> I
             yield Span(name, int(bound), None) if sign > 0 else Span(name, None, -int(bound))
 
 
-def _without(span: Span, step: str, c: Context) -> Floats:
+def _without(span: Span, step: str, c: Context) -> Floats:  # e is known behind the loop
     kept = ~of_pairs(c, span.holds(places_of(c.question))[None])
     operands = {name: np.where(kept, getattr(c, name), 0.0) for name in OPERANDS[step]}
-    right = by_given_out if step == "tO" else STEPS[step]  # e is known behind the loop
-    return np.asarray(right(changed(c, **operands)))
+    return np.asarray((by_given_out if step == "tO" else STEPS[step])(changed(c, **operands)))

@@ -36,8 +36,7 @@ CUT = "the search was cut short: not all bugs were tried"
 SENTENCES = ("P is", "dS ", "dq is", "dk is", "dv is", "lse is", "the slope ", "the heads ")
 # in how many sequences chance may show a bug of lengths
 OF_LENGTHS = {"tail-tile-dropped": 2, "tile-skipped": 2, "offsets-shifted": 1}
-ORDER = {name: place for place, name in enumerate(CLASSES)}
-ORDER |= dict.fromkeys(match.LOOSE, len(ORDER))
+ORDER = {name: n for n, name in enumerate(CLASSES)} | dict.fromkeys(match.LOOSE, len(CLASSES))
 
 
 @np.errstate(over="ignore", invalid="ignore", divide="ignore")  # answers may hold anything

@@ -47,7 +47,6 @@ OF_MASKS = (*LOOSE, "tile-skipped")  # told as what is missed, or seen, beside t
 FORMS = 12  # and bugs that look the same, of which one may hold on further problems
 LEAST = 3  # kinds of cases that are made smaller
 OFFSETS = ("cu_seqlens_q", "cu_seqlens_k")
-OPTIONAL = ("sinks", "tsinks", "seqused_k")
 OF_BLOCKS = ("block_indices", "block_counts", "block_scale", "tblock_scale")
 
 
@@ -453,8 +452,8 @@ def _expected(question: Question) -> Expected:
     for name, shape in shapes.items():
         zeros = np.broadcast_to(0.0, shape)
         targets[name] = Target(zeros, zeros, _dtype(q, name), nowhere, (), None, 0, 1)
-    inputs: dict[str, Any] = {n: getattr(q, n) for n in (*ARRAYS, *OFFSETS, *OPTIONAL)}
     ints = (*OFFSETS, "seqused_k")
+    inputs: dict[str, Any] = {n: getattr(q, n) for n in (*ARRAYS, *ints, "sinks", "tsinks")}
     inputs |= {n: np.asarray(x, np.int32) for n, x in inputs.items() if n in ints and x is not None}
     lists = {name: getattr(q, name) for name in OF_BLOCKS}
     tensors = SparseTensors(**inputs, **lists) if q.sparse else Tensors(**inputs)

@@ -243,7 +243,6 @@ def in_16_bits(verdict: StageVerdict, side: str, tensors: Sequence[str]) -> list
 def _running(dtype: type, chunk: int, alone: bool) -> dict[str, Step]:
     """Products whose sums run in ``dtype``, by ``chunk`` terms; ``alone``: not P and row sums."""
     rounded = to_dtype(dtype)
-    softmax = _online(chunk, False, dict.fromkeys(("out",) if alone else KEPT_ONLINE, rounded))
 
     def product(a: Floats, b: Floats) -> Floats:
         total: Floats = np.zeros((*np.broadcast_shapes(a.shape[:-2], b.shape[:-2]), 1, 1))
@@ -252,7 +251,7 @@ def _running(dtype: type, chunk: int, alone: bool) -> dict[str, Step]:
             total = rounded(total + rounded(a[..., here] @ b[..., here, :]))
         return np.broadcast_to(total, (*total.shape[:-2], a.shape[-2], b.shape[-1]))
 
-    return softmax | {
+    return _online(chunk, False, dict.fromkeys(("out",) if alone else KEPT_ONLINE, rounded)) | {
         "dQ": lambda c: c.s * product(c.o(c.dY), c.K),
         "dK": lambda c: c.s * product(c.o(c.dY).swapaxes(1, 2), c.Q),
         "dV": lambda c: product(c.o(c.P).swapaxes(1, 2), c.dO),
