@@ -307,9 +307,8 @@ def _store(array: Floats, name: str, x: Floats, c: Context) -> None:
         array[view.heads] += x
     elif name.endswith("block_scale"):
         x = np.where(c.W > 0, x, 0.0)
-        head, i, j = np.nonzero(np.broadcast_to(view.slot >= 0, x.shape))
-        where = (view.rows[i], view.selections[head], view.slot[head, i, j])
-        np.add.at(array, where, x[head, i, j])
+        h, i, j = np.nonzero(np.broadcast_to(view.slot >= 0, x.shape))
+        np.add.at(array, (view.rows[i], view.selections[h], view.slot[h, i, j]), x[h, i, j])
     elif name not in OF_KEYS:
         array[view.rows[:, None], view.heads] += x.swapaxes(0, 1)
     elif (np.diff(keys) > 0).all():  # else keys may repeat

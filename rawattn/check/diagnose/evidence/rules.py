@@ -145,8 +145,7 @@ def _spans(shown: Sequence[Shown], inside: Array, names: Iterable[str]) -> list[
         found += [_Left(False, one, ~one.among(x[inside])) for one in _pure(x, inside, name)]
         found += [_Left(True, one, one.among(x[~inside])) for one in _bounds(x, inside, name)]
     few = {None, -1, 0, 1}  # bounds that hold by chance less often than others
-    longest = "longest seqlen_q"
-    return [one for one in found if longest not in one.span.feature or {*one.span[1:]} <= few]
+    return [x for x in found if "longest seqlen_q" not in x.span.feature or {*x.span[1:]} <= few]
 
 
 def _rules(spans: Sequence[_Left], count: int) -> Iterator[Rule]:

@@ -128,8 +128,7 @@ def _wrapped(text: str, width: int, indent: str = "    ") -> list[str]:
 def picture(sight: Sight, queries: int = 6, width: int = 80) -> list[str]:
     """A header and a line for each query, with what marks mean; a narrow ``width`` takes keys."""
     while max(map(len, lines := _drawn(sight, queries))) > width and len(sight.keys) > 1:
-        last = bool((sight.right != sight.found)[:queries, -1].any())
-        kept = slice(1, None) if last else slice(-1)
+        kept = slice(1, None) if (sight.right != sight.found)[:queries, -1].any() else slice(-1)
         right, found = sight.right[:, kept], sight.found[:, kept]
         sight = replace(sight, keys=sight.keys[kept], right=right, found=found)
     return lines
@@ -161,8 +160,7 @@ def _drawn(sight: Sight, queries: int) -> list[str]:
         "below 0: keys before its own": sight.keys[0] < 0,
     }
     notes = [text for text, holds in legend.items() if holds][: len(lines)]
-    beside = zip_longest(lines, notes, fillvalue="")
-    return [f"{line:{width}}{note}".rstrip() for line, note in beside]
+    return [f"{x:{width}}{y}".rstrip() for x, y in zip_longest(lines, notes, fillvalue="")]
 
 
 def _mark(right: float, found: float) -> str:
