@@ -266,9 +266,8 @@ def small(case: Case) -> Case:
             lengths_q, lengths_k = (13, unit + 11, 1, 37), (29, longest, 5, 16)
     plain: dict[str, Any] = {"poisoned": (), "past_q": 0, "past_k": 0, "strided": False}
     plain |= {"direction": (True, True, True), "sinks_direction": True}
-    plain |= (
-        {"gate_direction": True, "index_dtype": "int32"} if isinstance(case, SparseCase) else {}
-    )
+    if isinstance(case, SparseCase):
+        plain |= {"gate_direction": True, "index_dtype": "int32"}
     return with_lengths(replace(case, name="small", **plain), (lengths_q, lengths_k))
 
 
