@@ -277,16 +277,18 @@ def run(costs: Sequence[float]) -> tuple[int, int]:
     return first, max(first + 1, int(stops[first]))
 
 
-def of_all(q: Question, answers: Answers, side: str, findings: Sequence[Finding]) -> list[Finding]:
+def of_all(
+    question: Question, answers: Answers, side: str, findings: Sequence[Finding]
+) -> list[Finding]:
     """``findings`` of a part, and what all rows say where there are none."""
-    if findings or sum(costs_of(q)) > MOST:
+    if findings or sum(costs_of(question)) > MOST:
         return [*findings]
-    works = [Stage(q, answers, stage, 0.0) for stage in q.stages]
+    works = [Stage(question, answers, stage, 0.0) for stage in question.stages]
     of = {name: work for work in works for name in work.tensors if name != "delta"}
     wrong = {name: bad for name, work in of.items() if (bad := work.bad(name, OFF)).any()}
     if not wrong:
         return []
-    said = [f"{n}: {'; '.join(structure.where(q, n, bad))}" for n, bad in wrong.items()]
+    said = [f"{n}: {'; '.join(structure.where(question, n, bad))}" for n, bad in wrong.items()]
     first, name = min((int(bad.any(axis=1).argmax()), name) for name, bad in wrong.items())
     held_ones = (by_rows(n, answers[n])[bad] for n, bad in wrong.items())
     zero = not any((x[~np.isneginf(x)] != 0).any() for x in held_ones)
