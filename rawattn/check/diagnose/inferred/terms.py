@@ -228,8 +228,7 @@ def _spans(places: Places, wrong: dict[str, np.ndarray | None]) -> Iterator[Span
 
 def _words(span: Span, places: Places) -> str:
     """Of a bound; where lengths differ, whether it lacks the diagonal's offset; a loop's end."""
-    at = {*re.findall(r"\w+", span.feature)} & {"i", "j", "p"}
-    lacks = at == {"i", "j"} and not places.aligned
+    lacks = {*re.findall(r"\b[ijp]\b", span.feature)} == {"i", "j"} and not places.aligned
     text = f"those with {span}" + ", without seqlen_k - seqlen_q" * lacks
     if not (loop := LOOP.search(span.feature)) or _odd(places, span) > 3:
         return text

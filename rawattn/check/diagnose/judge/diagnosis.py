@@ -125,8 +125,7 @@ def _judge(
     empty_ones, answers = proofs.of_empty(question, answers, side)
     verdicts: list[StageVerdict] = []
     # what was read such that it can be planted in problems of other lengths
-    plain = [one.bug for one in told.of if one.bug is not None and one.support.plain]
-    told = replace(told, hints=plain)
+    told = replace(told, hints=[x.bug for x in told.of if x.bug is not None and x.support.plain])
     for stage in question.stages:
         if verdict := Stage(question, answers, stage, until, told).verdict():
             verdicts.append(verdict)
@@ -144,8 +143,7 @@ def _judge(
     found: dict[str, Finding] = {}  # one for each bug
     for one in findings:
         found[one.bug] = found[one.bug].joined(one) if one.bug in found else one
-    surest = sorted(found.values(), key=lambda one: (one.rank, not one.where.startswith("forward")))
-    return surest, facts
+    return sorted(found.values(), key=lambda f: (f.rank, not f.where.startswith("forward"))), facts
 
 
 class _Part(NamedTuple):

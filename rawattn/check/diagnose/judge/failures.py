@@ -105,8 +105,7 @@ def _finest(candidate: Candidate, case: Case) -> Case:
     """The case in float64, which tells the most, where its small problem fails then too."""
     fine = replace(case, dtype="float64")
     rows = () if fine == case else evaluate(candidate, small(fine))
-    fails = any(row.verdict.verdict == "FAIL" and row.tensor != "-" for row in rows)
-    return fine if fails else case
+    return fine if any(x.verdict.verdict == "FAIL" and x.tensor != "-" for x in rows) else case
 
 
 def _asked_once_more(candidate: Candidate, f: Finding, case: Case) -> Finding:

@@ -161,12 +161,11 @@ def _of_rows(name: str, found: Any, due: Any, question: Question, off: float) ->
 
 def _entries(asker: Asker, question: Question, name: str) -> Table:
     """The intermediate that a result is linear in, entry by entry."""
-    of, called = LINEAR[name]
+    of, what = LINEAR[name]
     still = {} if (x := getattr(question, f"t{of}", None)) is None else {f"t{of}": np.zeros_like(x)}
     read = partial(probe.read_entries, name=name, of=of, question=replace(question, **still))
     found, due = read(asker.ask), read(partial(solve, stage=asker.stage))
-    noise = OFF * probe.NOISE[question.dtype.name]
-    return Table(f"{called} of {name}", found, due, "q", "j", noise)
+    return Table(f"{what} of {name}", found, due, "q", "j", OFF * probe.NOISE[question.dtype.name])
 
 
 def _summed(of: Table, q: Question, moved: str) -> Table | None:

@@ -91,8 +91,7 @@ def _in_tiles(both: list[Read], place: str) -> tuple[str, To] | None:
             at = np.broadcast_to(getattr(x, place) % tile, by.shape)[known]
             here.append((at, at + by[known]))
             order[at] = at + by[known]
-        inside = ((order >= 0) & (order < tile)).all()
-        if inside and all((order[at] == to).all() for at, to in here):
+        if ((order >= 0) & (order < tile)).all() and all((order[x] == y).all() for x, y in here):
             text = f"in every tile of {tile} in the order {', '.join(map(str, order))}"
             return text, partial(_reordered, order, place)
     return None
@@ -112,8 +111,7 @@ def _listed(x: Places, by: Array, passed: bool) -> str:
     first, other = (int(x.question.offsets(of)[b]) for of in ("qk" if passed else "kq"))
     apart = np.unique(distance[(distance != 0) & (distance != UNKNOWN)])[:4]
     told = [f"{named('', np.flatnonzero(distance == d) - first)} {d:+d}" for d in apart]
-    line = f"{'ij'[passed]} = {at - other}"
-    return f"in sequence {b}, {line}: {'ji'[passed]} = {'; '.join(told)}"
+    return f"in sequence {b}, {'ij'[passed]} = {at - other}: {'ji'[passed]} = {'; '.join(told)}"
 
 
 def say_rows(said: Said) -> bool:

@@ -141,11 +141,10 @@ def _columns(field: Field, c: Context) -> Iterator[Term]:
     """A factor for each column in the product of q and k."""
     if c.question.softcap is not None or c.question.sparse:
         return
-    products = [c.s * c.Q[..., [x]] @ c.K[..., [x]].mT for x in range(c.Q.shape[2])]
-    weights = 1 + field.shares(products)
-    told, whole = of_columns(weights)
-    weights = np.where(np.abs(weights - np.rint(weights)) < 1e-2, np.rint(weights), weights)
-    steps: dict[str, Step] = {"Y": lambda c: STEPS["Y"](changed(c, Q=c.Q * weights))}
+    by = 1 + field.shares([c.s * c.Q[..., [x]] @ c.K[..., [x]].mT for x in range(c.Q.shape[2])])
+    told, whole = of_columns(by)
+    by = np.where(np.abs(by - np.rint(by)) < 1e-2, np.rint(by), by)
+    steps: dict[str, Step] = {"Y": lambda c: STEPS["Y"](changed(c, Q=c.Q * by))}
     yield Term(f"the scores are q . k {told}", "head-dim-tail" if whole else "score-scale", steps)
 
 
