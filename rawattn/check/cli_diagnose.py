@@ -275,7 +275,9 @@ def _of_side(name: str, saved: Saved, question: Question, identify: int) -> Diag
             title = f"right if {option} was meant, which is not said"
             given = title, saved.path, "high", saved.notes, "what was meant: save it too"
             return replace(other, findings=(Finding(name, "vacuous", *given),))
-        if _worse(other) < _worse(diagnosis):
+        unknown = ([one.bug == "unknown" for one in of.findings] for of in (other, diagnosis))
+        now, before = ((sum(some), len(some)) for some in unknown)
+        if now < before:
             fact = f"{name}: {option} is not said, and taken: then less is wrong"
             diagnosis = replace(other, facts=(*other.facts, fact))
     found = list(diagnosis.findings)
@@ -295,11 +297,6 @@ def _of_side(name: str, saved: Saved, question: Question, identify: int) -> Diag
             found.append(Finding(name, "unknown", *said))
     found[:1] = [of_shortest(question, saved.answers, f) for f in found[:1]]
     return replace(diagnosis, findings=tuple(found), facts=facts)
-
-
-def _worse(diagnosis: Diagnosis) -> tuple[int, int]:
-    """What has no name, and how many findings there are."""
-    return sum(one.bug == "unknown" for one in diagnosis.findings), len(diagnosis.findings)
 
 
 def _random_case(lengths: tuple[int, ...], *, heads: int, num_selected: int, **sizes: Any) -> Case:

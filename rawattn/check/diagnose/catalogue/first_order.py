@@ -27,9 +27,9 @@ LSES: tuple[tuple[str, str, Callable[[Floats, Floats], Floats]], ...] = (  # of 
 )
 SLOPE = "softcap-slope-omitted"
 CURVES: dict[str, Callable[..., tuple[Floats, ...]]] = {  # of S, its slope, the bend, and the cap
-    "1 - tanh": lambda S, slope, bend, cap: (S, 1 - S / cap, bend),
-    "1 - S^2, of the capped score,": lambda S, slope, bend, cap: (S, 1 - S**2, bend),
-    "1 - tanh^2, of the capped score,": lambda S, slope, bend, cap: (S, _slope(S / cap), bend),
+    "1 - tanh": lambda S, _, bend, cap: (S, 1 - S / cap, bend),
+    "1 - S^2, of the capped score,": lambda S, _, bend, cap: (S, 1 - S**2, bend),
+    "1 - tanh^2, of the capped score,": lambda S, _, b, cap: (S, 1 - np.tanh(S / cap) ** 2, b),
 }
 
 
@@ -48,10 +48,6 @@ def bugs(question: Question) -> Iterator[Bug]:
         # scores of -1e30, say, for all keys of a row: equal, and so is their softmax
         S: Step = lambda c: np.where((c.W > 0).any(axis=2, keepdims=True), STEPS["S"](c), 0.0)  # noqa: E731
         yield Bug("dead-rows", "mean of v", FIRST, steps={"S": S, "bP": with_values("bP", L=L)})
-
-
-def _slope(x: Floats) -> Floats:
-    return np.asarray(1 - np.tanh(x) ** 2)
 
 
 def _of_options(question: Question) -> Iterator[Bug]:
@@ -125,16 +121,12 @@ def _by_remainder(question: Question, views: tuple[View, ...]) -> Sequence[View]
     return [one(view, i) for view in views for i in range(len(view.heads))]
 
 
-def _scales(question: Question) -> dict[str, float]:
-    """What softmax_scale may be instead; s is the right one, d the head_dim of q and k."""
+def _of_scores(question: Question) -> Iterator[Bug]:
     s, d, d_v = question.scale, question.q.shape[2], question.v.shape[2]
     found = {"1": 1.0, "1 / d": 1 / d, "1 / sqrt(d)": d**-0.5, "1 / sqrt(head_dim_v)": d_v**-0.5}
     found |= {"sqrt(d)": d**0.5, "s * s": s * s, "s * log2(e)": s * LOG2_E, "s * ln 2": s / LOG2_E}
-    return found | {"s / sqrt(d), the default on top of a given one": s * d**-0.5}
-
-
-def _of_scores(question: Question) -> Iterator[Bug]:
-    for text, scale in _scales(question).items():
+    found |= {"s / sqrt(d), the default on top of a given one": s * d**-0.5}
+    for text, scale in found.items():
         if not math.isclose(scale, question.scale, rel_tol=1e-3):
             alone = {"Y": partial(_scaled, x=scale, everywhere=False)}
             yield Bug("score-scale", text, FIRST, steps={"Y": partial(_scaled, x=scale)})
@@ -171,9 +163,8 @@ def _columns(operand: str, count: int, c: Context) -> Floats:
 
 def _scaled(c: Context, x: float, everywhere: bool = True) -> Floats:
     """Scores with another scale, which dQ and dK have too where it is ``everywhere``."""
-    scores = STEPS["Y"](changed(c, s=x))
     c.s = x if everywhere else c.s
-    return np.asarray(scores)
+    return np.asarray(STEPS["Y"](changed(c, s=x)))
 
 
 def _plain_exp(c: Context) -> tuple[Floats, Floats]:

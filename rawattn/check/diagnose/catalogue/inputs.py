@@ -295,8 +295,7 @@ def _permuted(question: Question, stage: str) -> Iterator[Bug]:
     shapes |= dict.fromkeys(("dout", "out"), (*shapes["q"][:2], question.v.shape[2]))
     sets = [("q", "k", "v", *(("dout", "out") if stage in ("backward", "second") else ()))]
     sets += DIRECTIONS[-1:] if stage in ("second", "jvp") else ()
-    orders = ((names, order) for names in sets for order in itertools.permutations(names))
-    for names, order in orders:
+    for names, order in ((x, y) for x in sets for y in itertools.permutations(x)):
         moved = {to: of for to, of in zip(names, order, strict=True) if to != of}
         alike = all(shapes[to] == shapes[of] for to, of in moved.items())
         if 1 < len(moved) < 4 and alike and _given(question, moved.values()):

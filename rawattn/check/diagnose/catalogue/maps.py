@@ -317,9 +317,8 @@ def packed(question: Question) -> Iterator[Map]:
     longest = max(question.lengths_q, default=0)
     parts = {"sequence": NOWHERE} | {f"tile of {t} rows": t for t in TILES if t < longest}
     forms = itertools.product(PACKED.items(), parts.items())
-    for (words, of), (where, tile) in forms if question.group > 1 else ():
-        text = f"{words}, every {where} and group of heads"
-        yield Map("layouts", text, partial(_packed, of, tile))
+    for (words, of), (at, tile) in forms if question.group > 1 else ():
+        yield Map("layouts", f"{words}, every {at} and group of heads", partial(_packed, of, tile))
 
 
 def _packed(of: Packed, tile: int, g: Geometry) -> At:

@@ -10,9 +10,8 @@ from typing import NamedTuple
 import numpy as np
 
 from rawattn.check.diagnose.catalogue.sparse import walks
-from rawattn.check.diagnose.engine.attention import TILES
+from rawattn.check.diagnose.engine.attention import TILES, Context, Floats, Step, times
 from rawattn.check.diagnose.engine.question import Question
-from rawattn.check.diagnose.engine.steps import Context, Floats, Step, times
 
 LN_2 = np.log(2)
 COUNTS = (2, 3, 4, 6, 8)  # parts of a sequence
@@ -35,9 +34,6 @@ class Parts:
         self.tops, self.sums, self.row_sums = tops, sums, sums["row_sum"][..., 0]
         self.top = _finite(tops.max(axis=0))
         self.outs, self.lses, self.es, self.touts = divided(tops, sums)
-
-    def with_out(self, sums: Floats) -> "Parts":
-        return Parts(self.tops, self.sums | {"out": sums})
 
 
 class Results(NamedTuple):
@@ -135,19 +131,16 @@ def _power(x: float) -> Way:
     return lambda f, r: (f**x, 1.0)
 
 
-def _late(factors: Floats, _: Floats) -> tuple[Floats, float]:
-    """By the factor of the step before, which is 0 for the first."""
-    first, second = np.ones_like(factors[:1]), np.zeros_like(factors[1:2])
-    return np.concatenate([first, second, factors[1:-1]]), 1.0
-
-
 WAYS: dict[str, Way] = {  # f: factors; r: row sums
     "not rescaled": _power(0),
     "rescaled after the new tile is added": lambda f, r: (f, f),
     "of weights beside the maximum before the tile": lambda f, r: (f, 1 / f),
     "rescaled twice": _power(2),
     "by the inverse factor": _power(-1),
-    "by the factor of the step before, 0 at first": _late,
+    "by the factor of the step before, 0 at first": lambda f, r: (
+        np.concatenate([np.ones_like(f[:1]), np.zeros_like(f[1:2]), f[1:-1]]),
+        1.0,
+    ),
     "by exp2 of natural units": _power(LN_2),
     "by exp of units of base 2": _power(1 / LN_2),
     "of the last tile alone": lambda f, r: (0.0, 1.0),
@@ -164,10 +157,7 @@ WAYS: dict[str, Way] = {  # f: factors; r: row sums
         f,
         np.append(0 * f[:1], f[1:], axis=0),
     ),
-    "not rescaled at the last tile": lambda f, r: (
-        np.append(f[:-1], np.ones_like(f[:1]), axis=0),
-        1.0,
-    ),
+    "not rescaled at the last tile": lambda f, r: (np.r_[f[:-1], np.ones_like(f[:1])], 1.0),
 }
 for least, (units, of) in product((1, 2, 4, 8), {"": 1.0, " in base 2": LN_2}.items()):
     text, small = f"not rescaled where it rises by less than {least}{units}", np.exp(-least * of)

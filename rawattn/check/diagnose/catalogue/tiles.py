@@ -124,8 +124,7 @@ def sums(question: Question, stage: str, wrong: Collection[str]) -> Iterator[Bug
     """All of a stage that change something ``wrong``; of tiles that look alike large ones first."""
     longest = max((*question.lengths_q, *question.lengths_k), default=0)
     found = [x for x in SUMS.items() if RESULTS[next(iter(x[1]))] & {*wrong}]
-    sizes = [tile for tile in TILES[::-1] if tile < longest]
-    for (said, terms), tile in product(found, sizes):
+    for (said, terms), tile in product(found, (tile for tile in TILES[::-1] if tile < longest)):
         for name, words, weights in _weights(question, tile):
             steps = {x: partial(_summed, x, operands, weights) for x, operands in terms.items()}
             text = f"{said.format(**WORDS.get(stage, {}))}: {words}, tile of {tile}"

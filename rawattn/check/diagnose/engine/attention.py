@@ -14,10 +14,10 @@ import numpy as np
 from rawattn.check.diagnose.engine.effort import spend
 from rawattn.check.diagnose.engine.lists import Lists, lists_of
 from rawattn.check.diagnose.engine.question import BY_ROW, OF_KEYS, OF_SINKS, Answers, Question
-from rawattn.check.diagnose.engine.steps import SCORES, STEPS, Context, Floats, Step, changed
+from rawattn.check.diagnose.engine.steps import SCORES, STEPS, Context, Floats, Step, changed, times
 from rawattn.reference.dense import allowed
 
-__all__ = ["STEPS", "Context", "Floats", "Step", "changed"]  # too
+__all__ = ["STEPS", "Context", "Floats", "Step", "changed", "times"]  # too
 
 exact: Callable[[Floats], Floats] = lambda x: x  # noqa: E731
 TILES = (8, 16, 32, 64, 128)
@@ -140,9 +140,8 @@ def sparse_views(
             of = heads * lists.named.shape[1] // question.num_heads_q
             walked, entry, times = lists.keys(b, of)
             slot = np.where((times > 0) & (entry < question.slots), entry, -1)
-            selections = of if lists.heads is None else lists.heads[heads]
             seen = rows, keys[walked], heads, head_kv, times.astype(np.float64)
-            yield View(b, *seen, slot, selections, lists)
+            yield View(b, *seen, slot, of if lists.heads is None else lists.heads[heads], lists)
 
 
 def sequences(question: Question) -> Iterator[tuple[int, np.ndarray, np.ndarray]]:
@@ -308,9 +307,8 @@ def _store(array: Floats, name: str, x: Floats, c: Context) -> None:
         array[view.heads] += x
     elif name.endswith("block_scale"):
         x = np.where(c.W > 0, x, 0.0)
-        head, i, j = np.nonzero(np.broadcast_to(view.slot >= 0, x.shape))
-        where = (view.rows[i], view.selections[head], view.slot[head, i, j])
-        np.add.at(array, where, x[head, i, j])
+        h, i, j = np.nonzero(np.broadcast_to(view.slot >= 0, x.shape))
+        np.add.at(array, (view.rows[i], view.selections[h], view.slot[h, i, j]), x[h, i, j])
     elif name not in OF_KEYS:
         array[view.rows[:, None], view.heads] += x.swapaxes(0, 1)
     elif (np.diff(keys) > 0).all():  # else keys may repeat

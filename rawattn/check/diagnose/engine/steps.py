@@ -25,9 +25,8 @@ def row_max(c: Context) -> Floats:
 def _softmax(c: Context) -> tuple[Floats, Floats]:
     """L and P of the rows of S; -inf and zeros for a row that sees nothing."""
     top = row_max(c)
-    sums = np.exp(c.S - top[..., None]).sum(axis=-1)
     with np.errstate(divide="ignore"):
-        L = np.log(sums) + top
+        L = np.log(np.exp(c.S - top[..., None]).sum(axis=-1)) + top
     L = L if c.sink is None else np.logaddexp(L, c.sink)
     return L, c.r(np.exp(c.S - dead_to_inf(np, L)[..., None]))
 

@@ -145,8 +145,7 @@ def _spans(shown: Sequence[Shown], inside: Array, names: Iterable[str]) -> list[
         found += [_Left(False, one, ~one.among(x[inside])) for one in _pure(x, inside, name)]
         found += [_Left(True, one, one.among(x[~inside])) for one in _bounds(x, inside, name)]
     few = {None, -1, 0, 1}  # bounds that hold by chance less often than others
-    longest = "longest seqlen_q"
-    return [one for one in found if longest not in one.span.feature or {*one.span[1:]} <= few]
+    return [x for x in found if "longest seqlen_q" not in x.span.feature or {*x.span[1:]} <= few]
 
 
 def _rules(spans: Sequence[_Left], count: int) -> Iterator[Rule]:
@@ -192,9 +191,8 @@ def _pure(x: Array, inside: Array, name: str) -> Iterator[Span]:
     count = np.bincount(x - x.min())
     values = np.flatnonzero(count)
     pure = np.bincount(x[inside] - x.min(), minlength=len(count))[values] == count[values]
-    edges = np.flatnonzero(np.diff(np.concatenate([[0], pure, [0]]).astype(int)))
     values += x.min()
-    runs = edges.reshape(-1, 2)
+    runs = np.flatnonzero(np.diff(np.concatenate([[0], pure, [0]]).astype(int))).reshape(-1, 2)
     for first, stop in runs if len(runs) <= FEW else ():
         low, high = int(values[first]), int(values[stop - 1])
         outer = first == 0, stop == len(values)

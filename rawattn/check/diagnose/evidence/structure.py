@@ -35,10 +35,8 @@ def named(what: str, indices: Any) -> str:
     runs = np.split(numbers, np.flatnonzero(np.diff(numbers) != 1) + 1)
     short = ([f"{x[0]} to {x[-1]}"] if len(x) > 2 else map(str, x) for x in runs)
     pieces = [piece for run in short for piece in run]
-    if len(pieces) > 6:
-        pieces = [*pieces[:6], f"... ({len(numbers)} of them)"]
-    plural = "s" if what and len(numbers) > 1 else ""
-    return f"{what}{plural} {', '.join(pieces)}".strip()
+    pieces[6:] = [f"... ({len(numbers)} of them)"] * (len(pieces) > 6)
+    return f"{what}{'s' * bool(what and len(numbers) > 1)} {', '.join(pieces)}".strip()
 
 
 def where(question: Question, tensor: str, bad: Array, among: Array | bool = True) -> Iterator[str]:

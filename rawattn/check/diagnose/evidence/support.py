@@ -99,8 +99,7 @@ class Support:
 
     @property
     def by_no_rule(self) -> "Support":
-        parts = tuple(replace(part, rule=None) for part in self.parts)
-        return replace(self, parts=parts, whole=None)
+        return replace(self, parts=tuple(replace(x, rule=None) for x in self.parts), whole=None)
 
     def others(self, places: Places) -> Iterator["Support"]:
         """The same by other rules, which are not alike at these ``places``."""
@@ -126,8 +125,7 @@ class Support:
             keys = np.flatnonzero(weight.any(axis=(0, 1)) | places.own[view.rows[0]])
             slot = None
             if view.slot is not None:
-                slots = np.stack([places.of(head).slots for head in view.heads])
-                slot = slots[:, view.rows][..., keys]
+                slot = np.stack([places.of(h).slots for h in view.heads])[:, view.rows][..., keys]
             found.append(replace(view, keys=keys, weight=weight[..., keys], slot=slot))
         return found
 
@@ -201,9 +199,8 @@ def _whole(*read: _Read, own: bool) -> Part | None:
 
 def _inside(kind: str, places: Places, seen: Array, known: Array | bool = True) -> Array:
     """(num_heads_q, total_q, total_k)."""
-    wrong = ~seen if kind == LESS else seen
     domains = np.stack([_domain(places.of(head), kind) for head in range(len(seen))])
-    return np.asarray(wrong & domains & known)
+    return np.asarray((~seen if kind == LESS else seen) & domains & known)
 
 
 def _domain(places: Places, kind: str) -> Array:
@@ -228,8 +225,7 @@ def sight_of(question: Question, bug: Bug) -> Sight | None:
     shorter = np.minimum(question.lengths_q, question.lengths_k)
     in_order = sorted(fit, key=lambda b: (shorter[b] < SHORTEST, sizes[b]))
     at = product(in_order, range(question.num_heads_q))
-    shown = (_of_sequence(question, b, head, right, found) for b, head in at)
-    return next(filter(None, shown), None)
+    return next(filter(None, (_of_sequence(question, *x, right, found) for x in at)), None)
 
 
 def _of_sequence(q: Question, b: int, head: int, right: Views, found: Views) -> Sight | None:

@@ -235,9 +235,8 @@ def frame_of(inputs: Arrays, layout: str) -> Frame:
         known = (offsets_of(inputs, name) for name in (side, "q"))
         given = next((x for x in known if x is not None), np.arange(batch + 1) * rows)
         lengths = np.diff(given)
-        padded = len(lengths) == batch > 1 and lengths.max(initial=0) <= rows
         packed = given[-1] == batch * rows or (batch == 1 and given[-1] <= rows)
-        if not packed and not padded:
+        if not packed and not (len(lengths) == batch > 1 and lengths.max(initial=0) <= rows):
             there = f"{batch * rows} rows of {side} are there ({batch} x {rows})"
             raise ValueError(f"cu_seqlens_{side} ends at {given[-1]}, and {there}")
         offsets[side] = given.astype(np.int32)

@@ -123,8 +123,7 @@ def load_two(one: str | Path, other: str | Path | None = None) -> Pair:
         return Pair(sides, (first, second))
     apart, notes = _compared(first, second, *(saved.path for saved in sides))
     bits = [[np.asarray(getattr(x, name)).tobytes() for name in ARRAYS] for x in (first, second)]
-    same = bits[0] == bits[1] and not apart
-    return Pair(sides, (first, first if same else second), apart, notes)
+    return Pair(sides, (first, first if bits[0] == bits[1] and not apart else second), apart, notes)
 
 
 def _completed(mine: Saved, other: Saved) -> Saved:

@@ -128,9 +128,7 @@ def _added(sample: Sample) -> Iterator[Bug]:
     """Of each wrong result the largest tiles of which that is so, or the heads, or the columns."""
     for name in sample.wrong:
         of, truth = sample.question.sequence_of(name), by_rows(name, sample.truth[name])
-        kinds: dict[str, tuple[int, Units]] = {
-            f"tiles of {t} rows": (0, _units(sample.question, name, t)) for t in TILES[:1:-1]
-        }
+        kinds = {f"tiles of {t} rows": (0, _units(sample.question, name, t)) for t in TILES[:1:-1]}
         each = [np.arange(count)[:, None] for count in truth.shape]
         kinds = (kinds if name not in BY_ROW else {}) | {"heads": (1, each[1])}
         kinds |= {"columns": (2, each[2])} if truth.shape[2] > 1 else {}
@@ -197,8 +195,7 @@ def _cut(x: Floats, units: Units) -> Floats:
 
 def _with(units: Units, held: Floats, axis: int, given: Floats) -> Floats:
     x = given.swapaxes(0, axis).copy()
-    added = (held @ _cut(x, units)).reshape(*units.shape, *x.shape[1:])
-    x[units[units >= 0]] += added[units >= 0]
+    x[units[units >= 0]] += (held @ _cut(x, units)).reshape(*units.shape, *x.shape[1:])[units >= 0]
     return x.swapaxes(0, axis)
 
 

@@ -90,8 +90,7 @@ def _merges(sample: Sample, c: Context, found: Answers, right: Answers) -> list[
             wrong: Any = {of: form for of, form in zip(forms, chosen, strict=True) if form != RIGHT}
             if wrong:
                 planted = partial_sums.steps(stage, cut, partial(merged, **wrong))
-                said = [f"{SAID.get(of, of)} {form}" for of, form in wrong.items()]
-                form = "; ".join([*said, at])
+                form = "; ".join([*(f"{SAID.get(x, x)} {y}" for x, y in wrong.items()), at])
                 near.append((total, Bug("partial-merge", form, (stage,), steps=planted)))
     near.sort(key=lambda one: one[0])
     alike = [bug for total, bug in near[:ALIKE] if total <= near[0][0] + SAME]

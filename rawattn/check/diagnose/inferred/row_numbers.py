@@ -181,8 +181,7 @@ def _told(rows: Rows, number: Number, known: Floats, added: Floats, noise: Float
         off = known & (abs(added) > CLOSE * abs(added).max())
         what = f"{every[off].mean():.3g}" if np.ptp(every[off]) < 1e-3 else "other numbers"
         places = "; ".join(where(rows.question, "lse", off.T, known.T))
-        kind = OF[right] if right == "D" else "unknown"
-        name, text = kind, f"{what}, not {right or 1}, {places}"
+        name, text = OF[right] if right == "D" else "unknown", f"{what}, not {right or 1}, {places}"
 
     def more(c: Context) -> Floats:
         here = Rows(c.question, c.given, rows.stage)
@@ -277,9 +276,8 @@ def _terms(question: Question, given: Passed, stage: str) -> dict[str, tuple[Flo
         for how, often in (("without", -1), ("with the other sign of", -2), ("with twice", 1)):
             rows |= {f"{text} {how} {n}": whole + often * x for n, x in parts.items()}
         rows[f"{text} without dlse in D"] = whole + (moved - e) * dlse
-    first = next(iter(rows))
     return {
-        f"{by} {row}".strip(): (w * inside * x, (by != ITS) + (row != first))
+        f"{by} {row}".strip(): (w * inside * x, (by != ITS) + (row != next(iter(rows))))
         for (by, w), (row, x) in product(weights.items(), rows.items())
     }
 

@@ -180,15 +180,13 @@ def _told(sample: Sample, term: second_order.Term, factor: float) -> tuple[str, 
     near = {words: x for words, x in known.items() if abs(factor / x - 1) < NEAR}
     if not near:
         return term.other, f"{term.text}, times {number(factor)}", factor
-    of_scale = near.keys() & scales.keys() and term.other in OF_SCALE
     scale = "output-scale" if sample.stage == "backward" else "tangent-scale"
-    name = scale if of_scale else term.other
+    name = scale if near.keys() & scales.keys() and term.other in OF_SCALE else term.other
     return name, f"{term.text} {' or '.join(near)}", next(iter(near.values()))
 
 
 def pairs_dropped(sample: Sample) -> Iterator[Bug]:
-    """Bounds that are in no list, of the gradients that are wrong, or of loops that the first pass
-    of a double backward shares with some."""
+    """Bounds in no list, of gradients that are wrong, or of loops that a first pass shares."""
     first = any(RESULTS[step] & sample.wrong.keys() for step in OF_FIRST_PASS)
     told = OF_FIRST_PASS if first else GRADIENTS
     steps = [step for step in GRADIENTS if RESULTS[step] & sample.wrong.keys()]
@@ -217,9 +215,8 @@ def _odd(places: Places, span: Span) -> int:
         return 0
     of_right = (span.low is not None) == span.feature.startswith("j")
     due = f" {'+' if span.low is not None else '-'} window_{'right' if of_right else 'left'}"
-    side = due * (places.question.mask_window[of_right] > 0)
     far, wide = 1 not in (span.low, -(span.high or 0)), f"// {loop[3]}" not in span.feature
-    return 4 * far + 2 * (loop[4] != side) + wide
+    return 4 * far + 2 * (loop[4] != due * (places.question.mask_window[of_right] > 0)) + wide
 
 
 def _spans(places: Places, wrong: dict[str, np.ndarray | None]) -> Iterator[Span]:
@@ -231,8 +228,7 @@ def _spans(places: Places, wrong: dict[str, np.ndarray | None]) -> Iterator[Span
 
 def _words(span: Span, places: Places) -> str:
     """Of a bound; where lengths differ, whether it lacks the diagonal's offset; a loop's end."""
-    at = {*re.findall(r"\w+", span.feature)} & {"i", "j", "p"}
-    lacks = at == {"i", "j"} and not places.aligned
+    lacks = {*re.findall(r"\b[ijp]\b", span.feature)} == {"i", "j"} and not places.aligned
     text = f"those with {span}" + ", without seqlen_k - seqlen_q" * lacks
     if not (loop := LOOP.search(span.feature)) or _odd(places, span) > 3:
         return text
@@ -268,8 +264,7 @@ def _bounds(name: str, places: Places, wrong: dict[str, np.ndarray | None]) -> I
             yield Span(name, int(bound), None) if sign > 0 else Span(name, None, -int(bound))
 
 
-def _without(span: Span, step: str, c: Context) -> Floats:
+def _without(span: Span, step: str, c: Context) -> Floats:  # e is known behind the loop
     kept = ~of_pairs(c, span.holds(places_of(c.question))[None])
     operands = {name: np.where(kept, getattr(c, name), 0.0) for name in OPERANDS[step]}
-    right = by_given_out if step == "tO" else STEPS[step]  # e is known behind the loop
-    return np.asarray(right(changed(c, **operands)))
+    return np.asarray((by_given_out if step == "tO" else STEPS[step])(changed(c, **operands)))

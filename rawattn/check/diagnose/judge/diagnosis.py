@@ -36,8 +36,7 @@ CUT = "the search was cut short: not all bugs were tried"
 SENTENCES = ("P is", "dS ", "dq is", "dk is", "dv is", "lse is", "the slope ", "the heads ")
 # in how many sequences chance may show a bug of lengths
 OF_LENGTHS = {"tail-tile-dropped": 2, "tile-skipped": 2, "offsets-shifted": 1}
-ORDER = {name: place for place, name in enumerate(CLASSES)}
-ORDER |= dict.fromkeys(match.LOOSE, len(ORDER))
+ORDER = {name: n for n, name in enumerate(CLASSES)} | dict.fromkeys(match.LOOSE, len(CLASSES))
 
 
 @np.errstate(over="ignore", invalid="ignore", divide="ignore")  # answers may hold anything
@@ -126,8 +125,7 @@ def _judge(
     empty_ones, answers = proofs.of_empty(question, answers, side)
     verdicts: list[StageVerdict] = []
     # what was read such that it can be planted in problems of other lengths
-    plain = [one.bug for one in told.of if one.bug is not None and one.support.plain]
-    told = replace(told, hints=plain)
+    told = replace(told, hints=[x.bug for x in told.of if x.bug is not None and x.support.plain])
     for stage in question.stages:
         if verdict := Stage(question, answers, stage, until, told).verdict():
             verdicts.append(verdict)
@@ -145,8 +143,7 @@ def _judge(
     found: dict[str, Finding] = {}  # one for each bug
     for one in findings:
         found[one.bug] = found[one.bug].joined(one) if one.bug in found else one
-    surest = sorted(found.values(), key=lambda one: (one.rank, not one.where.startswith("forward")))
-    return surest, facts
+    return sorted(found.values(), key=lambda f: (f.rank, not f.where.startswith("forward"))), facts
 
 
 class _Part(NamedTuple):
@@ -225,8 +222,7 @@ def _title(name: str, form: str, must: str) -> str:
         return title
     if name == "unknown" or form.startswith(SENTENCES):
         return form
-    of_window = "window" in name and must
-    return f"{title}: {form}" + (f", where the mask must be {must}" if of_window else "")
+    return f"{title}: {form}" + f", where the mask must be {must}" * bool("window" in name and must)
 
 
 def _said(name: str, parts: Sequence[_Part], form: str, must: str) -> str:
@@ -238,8 +234,7 @@ def _said(name: str, parts: Sequence[_Part], form: str, must: str) -> str:
     near = f"to {agrees:.1g} of their size" if agrees else "exactly"
     near += f", which is the rounding of {parts[0].verdict.precision}" * (agrees >= 1e-6)
     apart = f"they are {float(f'{100 * differs:.2g}'):g} % apart"  # 51 %, 110 %
-    if not math.isfinite(differs):
-        apart = "other elements are finite, or not 0"
+    apart = apart if math.isfinite(differs) else "other elements are finite, or not 0"
     return f"the float64 reference with {bug} gives these numbers {near} ({without} {apart})"
 
 

@@ -47,7 +47,6 @@ OF_MASKS = (*LOOSE, "tile-skipped")  # told as what is missed, or seen, beside t
 FORMS = 12  # and bugs that look the same, of which one may hold on further problems
 LEAST = 3  # kinds of cases that are made smaller
 OFFSETS = ("cu_seqlens_q", "cu_seqlens_k")
-OPTIONAL = ("sinks", "tsinks", "seqused_k")
 OF_BLOCKS = ("block_indices", "block_counts", "block_scale", "tblock_scale")
 
 
@@ -112,8 +111,7 @@ def _finest(candidate: Candidate, case: Case) -> Case:
     """The case in float64, which tells the most, where its small problem fails then too."""
     fine = replace(case, dtype="float64")
     rows = () if fine == case else evaluate(candidate, small(fine))
-    fails = any(row.verdict.verdict == "FAIL" and row.tensor != "-" for row in rows)
-    return fine if fails else case
+    return fine if any(x.verdict.verdict == "FAIL" and x.tensor != "-" for x in rows) else case
 
 
 def _asked_once_more(candidate: Candidate, f: Finding, case: Case) -> Finding:
@@ -324,9 +322,7 @@ def reference_answers(question: Question) -> Answers:
     return {name: a.astype(_dtype(question, name)) for name, a in right.items()}
 
 
-def _asked(
-    sides: dict[str, Candidate], question: Question, *, until: float, told: Readings
-) -> Diagnosis:
+def _asked(sides: dict[str, Candidate], q: Question, *, until: float, told: Readings) -> Diagnosis:
     """What is wrong with what all sides say to a question; ``told``: of the first one."""
     judged: dict[str, Diagnosis] = {}
     for side, one in sides.items():
@@ -334,17 +330,17 @@ def _asked(
         if side == SIDE:
             known = {"told": told, "call": lambda x, one=one: _as_due(x, answers_of(one, x))}
         try:
-            answers = answers_of(one, question)
+            answers = answers_of(one, q)
         except Unsupported as lack:
             return Diagnosis(f"{one.name}: {lack}", ())
         except Exception as error:  # whatever a candidate throws is its result
             kind, look_at = type(error).__name__, "the function itself, called with these lengths"
-            given = (side, "unknown", sizes_of(question), "proved", (f"{kind}: {error}",))
+            given = (side, "unknown", sizes_of(q), "proved", (f"{kind}: {error}",))
             raised = finding(*given, title=f"it raises {kind}", look_at=look_at)
             judged[side] = Diagnosis(one.name, (raised,))
             continue
-        due = _as_due(question, answers)
-        found = diagnose(question, due, side=side, until=until, **known)
+        due = _as_due(q, answers)
+        found = diagnose(q, due, side=side, until=until, **known)
         # results of another dtype than they must have are judged in that one nonetheless
         wrong = [n for n, x in answers.items() if x.dtype != due[n].dtype]
         said = [f"{n} is {answers[n].dtype}; it must be {due[n].dtype}" for n in wrong]
@@ -399,8 +395,7 @@ def _joined(title: str, found: Sequence[Kind]) -> Diagnosis:
         if best and any(fineness[one] > fineness[what] for one in others):
             return CONFIDENCE.index("low")
         nameless = any(one[1] in NAMELESS for one in others)
-        doubted = best == CONFIDENCE.index("high") and len(said[what]) == 1 and nameless
-        return best + doubted
+        return best + (best == CONFIDENCE.index("high") and len(said[what]) == 1 and nameless)
 
     def rank(what: tuple[str, str, str]) -> tuple[bool, int, bool, bool, int]:
         """First what has a name, is surer, gives the numbers, is a rule, is shown more often."""
@@ -461,8 +456,8 @@ def _expected(question: Question) -> Expected:
     for name, shape in shapes.items():
         zeros = np.broadcast_to(0.0, shape)
         targets[name] = Target(zeros, zeros, _dtype(q, name), nowhere, (), None, 0, 1)
-    inputs: dict[str, Any] = {n: getattr(q, n) for n in (*ARRAYS, *OFFSETS, *OPTIONAL)}
     ints = (*OFFSETS, "seqused_k")
+    inputs: dict[str, Any] = {n: getattr(q, n) for n in (*ARRAYS, *ints, "sinks", "tsinks")}
     inputs |= {n: np.asarray(x, np.int32) for n, x in inputs.items() if n in ints and x is not None}
     lists = {name: getattr(q, name) for name in OF_BLOCKS}
     tensors = SparseTensors(**inputs, **lists) if q.sparse else Tensors(**inputs)
@@ -476,9 +471,8 @@ def _case(question: Question) -> Case:
     options |= {"lengths_q": q.lengths_q, "past_q": len(q.q) - sum(q.lengths_q)}
     options |= {"lengths_k": lengths_k, "past_k": len(q.k) - sum(lengths_k)}
     if not q.sparse:
-        used = None if q.seqused_k is None else q.lengths_k
         options |= {"softcap": q.softcap, "sinks": q.sinks is not None, "window": q.window}
-        return Case("asked", **options, seqused_k=used)
+        return Case("asked", **options, seqused_k=None if q.seqused_k is None else q.lengths_k)
     own_window = q.sliding in (None, (q.block_size - 1, 0))
     options |= {"window": (-1, -1) if own_window else q.sliding, "sliding": q.sliding is not None}
     options |= {"block_size": q.block_size, "own": q.own}

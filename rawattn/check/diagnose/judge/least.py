@@ -154,8 +154,7 @@ def _of_rows(name: str, found: Any, due: Any, question: Question, off: float) ->
     """A result by rows, as sums of rows of the inputs where it can be told."""
     x, y = (by_rows(name, a).swapaxes(0, 1) for a in (found, due))
     size = float(np.abs(y[np.isfinite(y)]).mean()) or 1.0
-    wide = "slot" if name.endswith("block_scale") else "column"
-    columns = ROW if x.shape[2] == 1 else wide
+    columns = ROW if x.shape[2] == 1 else "slot" if name.endswith("block_scale") else "column"
     of_rows = Table(name, x, y, side_of(name), columns, max(2 * off / size, 1e-6))
     moved = next((MOVED[of] for of in MOVED if name in STAGES[of]), "")
     return _summed(of_rows, question, moved) or of_rows
@@ -163,13 +162,11 @@ def _of_rows(name: str, found: Any, due: Any, question: Question, off: float) ->
 
 def _entries(asker: Asker, question: Question, name: str) -> Table:
     """The intermediate that a result is linear in, entry by entry."""
-    of, called = LINEAR[name]
-    moved = f"t{of}" if getattr(question, f"t{of}", None) is not None else ""
-    still = {moved: np.zeros_like(getattr(question, of))} if moved else {}
+    of, what = LINEAR[name]
+    still = {} if (x := getattr(question, f"t{of}", None)) is None else {f"t{of}": np.zeros_like(x)}
     read = partial(probe.read_entries, name=name, of=of, question=replace(question, **still))
     found, due = read(asker.ask), read(partial(solve, stage=asker.stage))
-    noise = OFF * probe.NOISE[question.dtype.name]
-    return Table(f"{called} of {name}", found, due, "q", "j", noise)
+    return Table(f"{what} of {name}", found, due, "q", "j", OFF * probe.NOISE[question.dtype.name])
 
 
 def _summed(of: Table, q: Question, moved: str) -> Table | None:

@@ -71,8 +71,7 @@ def catalogue(question: Question, stage: str) -> tuple[Bug, ...]:
     if stage in BEYOND:
         without = "mask-missing-in-backward" * (stage == "jvp")
         of_masks = (x for x in found if x.see and x.stages != FORWARD and x.name != without)
-        others = (x for x in found if stage in x.stages or x.name == "score-scale")
-        anywhere = {*of_masks, *others}
+        anywhere = {*of_masks, *(x for x in found if stage in x.stages or x.name == "score-scale")}
         wide = [bug.at(*bug.stages, stage) for bug in found if bug in anywhere]
         alike = stage == "jvp" and second_order.lacking(question)  # to a direction that is ignored
         listed = (*second_order.BUGS, *second_order.instead(question))
@@ -391,10 +390,8 @@ def _verdict(work: Stage, steps: Sequence[Precision]) -> StageVerdict:
                 return best
         if best is not None and not best.unexplained:
             return best
-    if best is not None:
-        return best
     wrong = tuple(name for name in work.tensors if name not in right)
-    return StageVerdict(work, steps[0].name, right, (), wrong, first)
+    return best or StageVerdict(work, steps[0].name, right, (), wrong, first)
 
 
 def _generic(work: Stage, explained: Sequence[Explained]) -> bool:
@@ -452,7 +449,5 @@ def _explain(
     while tensors := max((left & {*e.tensors} for e in found), key=len, default=set()):
         chosen += [e for e in found if left & {*e.tensors} == tensors]
         left -= tensors
-    if not chosen:
-        return None
-    unexplained = tuple(name for name in wrong if name in left)
-    return StageVerdict(work, precision.name, right, tuple(chosen), unexplained, null)
+    rest, some = tuple(name for name in wrong if name in left), tuple(chosen)
+    return StageVerdict(work, precision.name, right, some, rest, null) if some else None

@@ -14,14 +14,7 @@ from rawattn.check.candidate import Candidate
 from rawattn.check.cases import Case
 from rawattn.check.diagnose.catalogue.classes import CLASSES
 from rawattn.check.diagnose.engine.attention import Floats, Given, solve
-from rawattn.check.diagnose.engine.question import (
-    BY_ROW,
-    STAGES,
-    Answers,
-    Question,
-    by_rows,
-    side_of,
-)
+from rawattn.check.diagnose.engine.question import STAGES, Answers, Question, by_rows, side_of
 from rawattn.check.diagnose.evidence import precision, structure
 from rawattn.check.diagnose.evidence.places import places_of
 from rawattn.check.diagnose.evidence.precision import defined, eps_of, ladder, relative_residual
@@ -131,26 +124,24 @@ def of_past(q: Question | Case, answers: Answers, side: str, sure: str = "medium
     return [finding(*given, title=title, look_at=look_at)] if said else []
 
 
-def of_sinks(
-    question: Question, answers: Answers, side: str, others: Sequence[Finding]
-) -> list[Finding]:
+def of_sinks(q: Question, answers: Answers, side: str, others: Sequence[Finding]) -> list[Finding]:
     """Gradients of sinks that are off by more than rounding, unless they follow from ``others``."""
     if any(one.bug != "rounding" for one in others):
         return []
     found = []
     for name, stage in (("dsinks", "backward"), ("gsinks", "second")):
-        if name not in answers or stage not in question.stages or question.sinks is None:
+        if name not in answers or stage not in q.stages or q.sinks is None:
             continue
-        given, coarsest = question.given_to_backward(answers), ladder(question.dtype)[-1]
-        right = solve(question, stage, given=given)[name]
-        rounded = solve(question, stage, given=given, rounding=coarsest.rounding)[name]
+        given, coarsest = q.given_to_backward(answers), ladder(q.dtype)[-1]
+        right = solve(q, stage, given=given)[name]
+        rounded = solve(q, stage, given=given, rounding=coarsest.rounding)[name]
         noise = coarsest.factor * np.abs(rounded - right).max()
-        noise += eps_of(question.q) * np.abs(right).max()
+        noise += eps_of(q.q) * np.abs(right).max()
         wrong, allowed = np.asarray(answers[name], dtype=np.float64), OF_SINKS_NOISE * noise
         if (off := np.abs(wrong - right).max()) > allowed:
             evidence = [f"{name}: off by up to {off:.2g}; rounding explains {noise:.1g}"]
-            forward = given or itemgetter("out", "lse")(solve(question, "forward"))
-            told = row_numbers.of_sinks(question, stage, forward, wrong, allowed)
+            forward = given or itemgetter("out", "lse")(solve(q, "forward"))
+            told = row_numbers.of_sinks(q, stage, forward, wrong, allowed)
             found.append(finding(side, "sinks-gradient", name, "high", evidence, form=told))
     return found
 
@@ -234,7 +225,7 @@ def of_structure(verdict: StageVerdict, side: str) -> Finding:
         told = [f"{nan} rows have NaN"] if nan else []
         told += structure.where(question, name, work.bad(name))
         columns = [] if nan else [*structure.columns(*work.pair(name), work.bad(name))]
-        places |= {": ".join((name, *columns))} if name not in BY_ROW else set()
+        places |= {": ".join((name, *columns))} if work.found[name].ndim > 2 else set()
         said.append(f"{name}: {'; '.join(told + columns)}")
     title = next((x for x in places if len(places) == 1 and ": " in x), "")
     judged = {*names, *verdict.right} == {*work.tensors} >= {*NEEDED.get(work.stage, names)}

@@ -189,8 +189,8 @@ def _of_loops(question: Question) -> Iterator[Bug]:
             yield Bug("", form, FORWARD, steps=_online(chunk, down, {kept: r}))
         for at, cut in splits(question).items():
 
-            def stored(parts: Parts, r: Rounded = r) -> Results:
-                return merged(parts.with_out(r(parts.outs) * parts.sums["row_sum"]))
+            def stored(p: Parts, r: Rounded = r) -> Results:
+                return merged(Parts(p.tops, p.sums | {"out": r(p.outs) * p.sums["row_sum"]}))
 
             steps = steps_of("forward", cut, stored)
             yield Bug("", f"out of each of {at} in {name}", FORWARD, steps=steps)
@@ -235,17 +235,14 @@ def in_16_bits(verdict: StageVerdict, side: str, tensors: Sequence[str]) -> list
     for form, of in _followed(verdict, tensors, NONE, sums):
         best = max([best, *((like, n, form) for n, (like, by) in of.items() if 1 / 4 < by < 4)])
     follows, name, form = best
-    if not name:
-        return []
     said = f"the error of {name} follows that of a running sum in {form}: correlation {follows:.2f}"
     confidence, where = "high" if follows > CLEARLY else "medium", f"{verdict.work.stage}: {name}"
-    return [finding(side, "accumulates-in-16-bit", where, confidence, (said,))]
+    return [finding(side, "accumulates-in-16-bit", where, confidence, (said,))] if name else []
 
 
 def _running(dtype: type, chunk: int, alone: bool) -> dict[str, Step]:
     """Products whose sums run in ``dtype``, by ``chunk`` terms; ``alone``: not P and row sums."""
     rounded = to_dtype(dtype)
-    softmax = _online(chunk, False, dict.fromkeys(("out",) if alone else KEPT_ONLINE, rounded))
 
     def product(a: Floats, b: Floats) -> Floats:
         total: Floats = np.zeros((*np.broadcast_shapes(a.shape[:-2], b.shape[:-2]), 1, 1))
@@ -254,7 +251,7 @@ def _running(dtype: type, chunk: int, alone: bool) -> dict[str, Step]:
             total = rounded(total + rounded(a[..., here] @ b[..., here, :]))
         return np.broadcast_to(total, (*total.shape[:-2], a.shape[-2], b.shape[-1]))
 
-    return softmax | {
+    return _online(chunk, False, dict.fromkeys(("out",) if alone else KEPT_ONLINE, rounded)) | {
         "dQ": lambda c: c.s * product(c.o(c.dY), c.K),
         "dK": lambda c: c.s * product(c.o(c.dY).swapaxes(1, 2), c.Q),
         "dV": lambda c: product(c.o(c.P).swapaxes(1, 2), c.dO),

@@ -110,8 +110,7 @@ class Rows:
         others = OF_P if self.must else OF_DS
         look_at = "P, lse and D of one row: they must be of one softmax, with one mask"
         title = f"rows of {'P' if self.must else 'dS'} must sum to {self.must}, and do not"
-        rest = where, "medium", (self.said,), look_at, others
-        return Finding(self.side, "unknown", title, *rest)
+        return Finding(self.side, "unknown", title, where, "medium", (self.said,), look_at, others)
 
 
 def _rows(pair: Pair, rows: Sequence[Rows], causal: bool | None) -> Finding | None:
@@ -123,8 +122,7 @@ def _rows(pair: Pair, rows: Sequence[Rows], causal: bool | None) -> Finding | No
         said = [own.said, f"{right.name} is right: its rows sum to {listed(right.sums)}"]
         gap = own.x - right.x
         total = gap.sum(axis=-1, keepdims=True)
-        slack = pair.digits + 2 * ROUNDING * np.abs(total)
-        one_sign = (gap * np.sign(total) >= -slack).all()
+        one_sign = (gap * np.sign(total) >= -pair.digits - 2 * ROUNDING * np.abs(total)).all()
         if own.must or not one_sign or bool(own.unmasked) != bool(right.unmasked):
             evidence = dict.fromkeys((*own.finding.evidence, *said))
             return replace(own.finding, evidence=tuple(evidence))

@@ -133,10 +133,9 @@ def _printed(name: str, strings: np.ndarray, elided: dict[int, int], factor: flo
     written = [s.lower() for s in strings[np.isfinite(values)].tolist()]
     decimals = max((len(s.partition("e")[0].partition(".")[2]) for s in written), default=0)
     power = max((int(s.partition("e")[2] or 0) for s in written if float(s)), default=0)
-    unit = factor * 10.0 ** (power - decimals) if decimals else 0.0
     while values.ndim > 2 and len(values) == fronts[0] == 1:
         values, fronts = values[0], fronts[1:]
-    return Printed(name, values, unit, fronts)
+    return Printed(name, values, factor * 10.0 ** (power - decimals) if decimals else 0.0, fronts)
 
 
 def _name(before: str) -> str:

@@ -107,8 +107,7 @@ def sum_in_words(factors: Mapping[str, float]) -> str:
 def by_head(values: Array) -> str:
     """Numbers of heads: one if they are alike, or all of them."""
     values = np.asarray(values, dtype=np.float64).ravel()
-    size = float(np.abs(values).max(initial=0.0)) or 1.0
-    if np.ptp(values) < 1e-2 * size:
+    if np.ptp(values) < 1e-2 * (float(np.abs(values).max(initial=0.0)) or 1.0):
         return number(float(values.mean()))
     return ", ".join(f"{number(value)} (head {h})" for h, value in enumerate(values[:8]))
 

@@ -10,9 +10,8 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from rawattn.check.diagnose.engine.attention import TILES, Context, deltas
+from rawattn.check.diagnose.engine.attention import TILES, Context, changed, deltas, times
 from rawattn.check.diagnose.engine.question import Question
-from rawattn.check.diagnose.engine.steps import changed, times
 from rawattn.check.diagnose.evidence.places import Array, Places, Right, places_of
 from rawattn.check.diagnose.read.fields import Field, rows_of, sum_in_words, sums_of
 from rawattn.check.diagnose.read.probe import TINY, Backward
@@ -67,10 +66,8 @@ class Part:
         of_rows = said is not None and "bP" in said.steps
         self.P = self.of(lambda c: c.P) if of_rows else self._weights(places, slopes.S, slopes.L)
         Z = slopes.slope * (slopes.dP - slopes.D)
-        size = float(np.sqrt(np.mean(Z**2))) or 1.0
-        self.there = (self.P > 1e-4) & (np.abs(Z) > CLEAR * size)
-        due = np.where(self.there, self.P * Z, 1.0)
-        self.f = np.where(self.there, slopes.dS / due, 1.0)
+        self.there = (self.P > 1e-4) & (np.abs(Z) > CLEAR * (np.sqrt(np.mean(Z**2)) or 1.0))
+        self.f = np.where(self.there, slopes.dS / np.where(self.there, self.P * Z, 1.0), 1.0)
         self.gone = self.there & (np.abs(self.f) < 1e-3)
         self.wrongly = ~self.seen & (np.abs(slopes.dS) > TINY) & np.isfinite(slopes.L)
         self.known = self.there & ~self.gone

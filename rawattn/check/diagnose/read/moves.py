@@ -6,9 +6,8 @@ from functools import partial
 
 import numpy as np
 
-from rawattn.check.diagnose.engine.attention import TILES
+from rawattn.check.diagnose.engine.attention import STEPS, TILES, Context, Floats, changed
 from rawattn.check.diagnose.engine.question import Question
-from rawattn.check.diagnose.engine.steps import STEPS, Context, Floats, changed
 from rawattn.check.diagnose.evidence.places import Array, Places, places_of
 from rawattn.check.diagnose.evidence.rules import Shown, rules_of
 from rawattn.check.diagnose.evidence.structure import named
@@ -92,8 +91,7 @@ def _in_tiles(both: list[Read], place: str) -> tuple[str, To] | None:
             at = np.broadcast_to(getattr(x, place) % tile, by.shape)[known]
             here.append((at, at + by[known]))
             order[at] = at + by[known]
-        inside = ((order >= 0) & (order < tile)).all()
-        if inside and all((order[at] == to).all() for at, to in here):
+        if ((order >= 0) & (order < tile)).all() and all((order[x] == y).all() for x, y in here):
             text = f"in every tile of {tile} in the order {', '.join(map(str, order))}"
             return text, partial(_reordered, order, place)
     return None
@@ -106,16 +104,14 @@ def _reordered(order: Array, place: str, x: Places) -> Array:
 
 def _listed(x: Places, by: Array, passed: bool) -> str:
     """On the line with the most of them."""
-    moved = (by != 0) & (by != UNKNOWN)
-    counts = moved.sum(axis=1 if passed else 2)
+    counts = ((by != 0) & (by != UNKNOWN)).sum(axis=1 if passed else 2)
     h, at = np.unravel_index(counts.argmax(), counts.shape)
     distance = by[h, :, at] if passed else by[h, at]
     b = int(x.question.sequence_of("kq"[not passed])[at])
     first, other = (int(x.question.offsets(of)[b]) for of in ("qk" if passed else "kq"))
     apart = np.unique(distance[(distance != 0) & (distance != UNKNOWN)])[:4]
     told = [f"{named('', np.flatnonzero(distance == d) - first)} {d:+d}" for d in apart]
-    line = f"{'ij'[passed]} = {at - other}"
-    return f"in sequence {b}, {line}: {'ji'[passed]} = {'; '.join(told)}"
+    return f"in sequence {b}, {'ij'[passed]} = {at - other}: {'ji'[passed]} = {'; '.join(told)}"
 
 
 def say_rows(said: Said) -> bool:
@@ -151,8 +147,7 @@ def _largest(x: Array, near: float) -> Array:
     with np.errstate(invalid="ignore"):
         close = np.abs(x[:, None] - x[None]) <= near
     most = close[close.sum(axis=1).argmax()]
-    several = most.sum() > 1 or np.isfinite(x).sum() == 1
-    return np.asarray(most & several)
+    return np.asarray(most & (most.sum() > 1 or np.isfinite(x).sum() == 1))
 
 
 def _other_row(others: Array, found: Array, read: Weights, h: int, i: int) -> str:
@@ -178,11 +173,8 @@ def _with_moved(to: To, axis: int, step: str, c: Context) -> Floats:
     """A product with the weights where they are; what is nowhere in the sequence is lost."""
     places, keys = places_of(c.question), np.maximum(c.view.keys, 0)
     places_to = to(places)[np.ix_(c.view.rows, keys)]
-    count = c.P.shape[axis]
-    inside = (places_to >= 0) & (places_to < count)
-    heads = np.arange(c.P.shape[0])[:, None]
-    i, j = np.nonzero(inside)
+    i, j = np.nonzero((places_to >= 0) & (places_to < c.P.shape[axis]))
     at = (i, places_to[i, j]) if axis == -1 else (places_to[i, j], j)
     P = np.zeros_like(c.P)
-    np.add.at(P, (heads, *at), c.P[:, i, j])
+    np.add.at(P, (np.arange(len(P))[:, None], *at), c.P[:, i, j])
     return np.asarray(STEPS[step](changed(c, P=P)))

@@ -135,9 +135,8 @@ def _with(finding: Finding, said: Said) -> Finding:
     if of_rules and not said.support.plain and finding.confidence == "high":
         finding = replace(finding, confidence="medium")
     if told:
-        confidence = "low" if said.name in PLAIN else "medium"
-        title = "; ".join(said.wrong[:2])
-        return replace(finding, bug=said.name, title=title, confidence=confidence)
+        sure = "low" if said.name in PLAIN else "medium"
+        return replace(finding, bug=said.name, title="; ".join(said.wrong[:2]), confidence=sure)
     if finding.title == CLASSES["unknown"].title and said.unread and not said.wrong:
         rest = f"; right: {', '.join(said.right)}" * bool(said.right)
         return replace(finding, title=f"{PASSES[said.stage]}: {said.unread[0]}{rest}")
@@ -216,8 +215,7 @@ def _read(question: Question, stage: str, ask: Ask, known: Known) -> Said:
         return said
 
     said = told(None)
-    ruled = said.support.named and not said.support.right and stage in TELLING
-    if said.bug is None or not ruled:
+    if said.bug is None or said.support.right or not said.support.named or stage not in TELLING:
         return said
     try:
         asked, answers = known or _third(here, stage, counted)

@@ -39,13 +39,11 @@ def _still(question: Question, like: Question) -> Question:
     return replace(question, **given, tv=None if like.tv is None else question.v)
 
 
-def read_packed(
-    question: Question, answers: Answers, batch: int
-) -> tuple[Question, Answers, Readings]:
-    """The first ``batch`` sequences, what was answered to them, and what the others tell, but of a
+def read_packed(question: Question, answers: Answers, n: int) -> tuple[Question, Answers, Readings]:
+    """The first ``n`` sequences, what was answered to them, and what the others tell, but of a
     backward pass that had a wrong forward pass's out and lse. Raises ValueError where the other
     sequences are not those of ``packed``."""
-    here, given = part(question, answers, 0, batch, PAST)
+    here, given = part(question, answers, 0, n, PAST)
     told = read(_shorter(here), _asked(question, answers, here), (here, given))
     for reading in told.of:  # of other lengths than those that are judged
         reading.loose |= not reading.support.named

@@ -210,15 +210,15 @@ def read_entries(ask: Ask, question: Question, name: str, of: str) -> Array:
     total_k), of each query head alone. Raises Refused."""
     like: Any = question.out if of == "dout" else getattr(question, of)
     (n, m), H = Places(question).j.shape, question.num_heads_q
-    found, width = np.zeros((H, n, m)), like.shape[2]
-    heads, rows = ([None], m) if of in ("v", "k") else ([*range(H)], n)
-    parts = [*itertools.product(heads, _blocks(rows, width))]
+    found, of_keys = np.zeros((H, n, m)), of in ("v", "k")
+    heads: Any = [np.s_[:]] if of_keys else range(H)
+    parts = [*itertools.product(heads, _blocks(m if of_keys else n, like.shape[2]))]
     _allow(len(parts))
     for head, block in parts:
-        units: Any = {of: _units(like, block, None if head is None else np.array([head]))}
+        units: Any = {of: _units(like, block, head)}
         _, asked = with_right(replace(question, **units))
         x = _called(ask, asked)[name].swapaxes(0, 1)[..., : len(block)]
-        if head is None:
+        if of_keys:
             found[:, :, block] = x
         else:
             found[head, block] = x[head // question.group].T
@@ -229,10 +229,9 @@ def _blocks(count: int, width: int) -> Iterator[Array]:
     return (np.arange(first, min(first + width, count)) for first in range(0, count, width))
 
 
-def _units(like: Array, block: Array, heads: Array | None = None) -> Array:
+def _units(like: Array, block: Array, heads: Any = np.s_[:]) -> Array:
     """Unit vectors in the rows of ``block``, of some heads; zeros like ``like`` elsewhere."""
     found = np.zeros_like(like)
-    heads = np.arange(like.shape[1]) if heads is None else heads
     found[block[:, None], heads, (block - block[0])[:, None]] = 1
     return found
 

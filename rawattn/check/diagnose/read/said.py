@@ -1,5 +1,4 @@
-"""What is said of weights that were read, and what is known of them; of block-sparse attention by
-bugs of the catalogue."""
+"""What is said, and known, of weights that were read; of block lists by bugs of the catalogue."""
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
@@ -152,8 +151,7 @@ def of_scale(factors: Array, places: Places) -> str:
 
 
 def of_lists(read: Weights, again: Callable[[], Weights]) -> Iterator[Said]:
-    """Of block-sparse attention the listed bugs that give all weights on both problems; none where
-    they are right."""
+    """Of block lists the listed bugs that give all weights of both problems; none of right ones."""
     views = attention.views_of(read.places.question) if read.places.question.sparse else ()
     wrong = [view for view in views if not _fits(attention.NO_BUG, read, [view])]
     if not wrong:

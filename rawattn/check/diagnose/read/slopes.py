@@ -150,8 +150,7 @@ def _form_of(part: Part, second: Callable[[], Part]) -> Change:
     if part.field(f - 1).zero:
         return Change([])
     heads = zip(f, part.known, strict=True)
-    values = [np.median(x[there]) if there.any() else 1.0 for x, there in heads]
-    by = np.array(values)[:, None, None]
+    by = np.array([np.median(x[y]) if y.any() else 1.0 for x, y in heads])[:, None, None]
     if part.field((f - by) / np.where(np.abs(by) > 1e-3, by, 1.0)).zero:
         scale = of_scale(by.ravel(), places)
         name = "output-scale" if "softmax_scale is" in scale else "constant-factor"

@@ -9,8 +9,7 @@ from typing import Any
 import numpy as np
 
 from rawattn.check.diagnose.catalogue.maps import Map, geometry
-from rawattn.check.diagnose.engine.attention import TILES
-from rawattn.check.diagnose.engine.steps import STEPS, Context
+from rawattn.check.diagnose.engine.attention import STEPS, TILES, Context
 from rawattn.check.diagnose.evidence.places import Array, Places, Right, log_sum, places_of
 from rawattn.check.diagnose.evidence.rules import Rule, Span
 from rawattn.check.diagnose.evidence.structure import where
@@ -287,8 +286,7 @@ def _bounds(x: _Read, there: Array, tile: int) -> Iterator[Rule]:
     off = np.where(x.known, np.abs(log_sum(keys) - x.total), 0.0)
     h, i = np.unravel_index(off.argmax(), off.shape)
     e = np.exp(keys[h, i] - x.total[h, i])
-    last = x.places.j[i] == x.places.m[i] - 1
-    e = e + last * (-x.places.m[i] % tile) * np.exp(-x.total[h, i])
+    e = e + (x.places.j[i] == x.places.m[i] - 1) * (-x.places.m[i] % tile) * np.exp(-x.total[h, i])
     for name in x.places.features:
         of = np.broadcast_to(x.places.feature(name), x.places.j.shape)[i]
         for value in np.unique(of[e > 0]):

@@ -153,8 +153,7 @@ def _of_head(of: Table, question: Question, rows: Array, head: int) -> str:
             text += f" (its blocks {', '.join(map(str, listed))})"
         pieces.setdefault(text, []).append(int(row - rows[0]))
     said = [f"{ROWS[of.side]} = {named('', places)}: {text}" for text, places in pieces.items()]
-    if len(said) > PIECES:
-        said[PIECES:] = [f"... ({len(said) - PIECES} more)"]
+    said[PIECES:] = [f"... ({len(said) - PIECES} more)"] * (len(said) > PIECES)
     count = f" at {np.count_nonzero(off)} of {off.size} places" * (off.size > 1)
     few = np.flatnonzero(off.any(axis=0))
     if np.count_nonzero(off.any(axis=1)) > 2 and 2 * len(few) < off.shape[1]:

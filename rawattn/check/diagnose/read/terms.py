@@ -27,8 +27,7 @@ Of = Callable[[Places], Array]  # numbers (num_heads_q or 1, total_q, total_k) o
 
 
 class Term(NamedTuple):
-    """What is wrong with the scores, its class, and the steps that do it. values: by head, factors
-    of the scores."""
+    """What is wrong with the scores, its class, and steps that do it. values: factors, by head."""
 
     text: str
     name: str
@@ -102,9 +101,8 @@ def at(c: Context, of: Of) -> Array:
     return of_view(c, of(places_of(c.question)))
 
 
-def adding(of: Of, text: str, name: str) -> Term:
-    steps = capped(lambda c, S: S + at(c, of) / np.where(c.G == 0, 1.0, c.G))  # G comes behind it
-    return Term(text, name, steps)
+def adding(of: Of, text: str, name: str) -> Term:  # G comes behind it
+    return Term(text, name, capped(lambda c, S: S + at(c, of) / np.where(c.G == 0, 1.0, c.G)))
 
 
 def _linear(field: Field, c: Context) -> Iterator[Term]:
@@ -143,11 +141,10 @@ def _columns(field: Field, c: Context) -> Iterator[Term]:
     """A factor for each column in the product of q and k."""
     if c.question.softcap is not None or c.question.sparse:
         return
-    products = [c.s * c.Q[..., [x]] @ c.K[..., [x]].mT for x in range(c.Q.shape[2])]
-    weights = 1 + field.shares(products)
-    told, whole = of_columns(weights)
-    weights = np.where(np.abs(weights - np.rint(weights)) < 1e-2, np.rint(weights), weights)
-    steps: dict[str, Step] = {"Y": lambda c: STEPS["Y"](changed(c, Q=c.Q * weights))}
+    by = 1 + field.shares([c.s * c.Q[..., [x]] @ c.K[..., [x]].mT for x in range(c.Q.shape[2])])
+    told, whole = of_columns(by)
+    by = np.where(np.abs(by - np.rint(by)) < 1e-2, np.rint(by), by)
+    steps: dict[str, Step] = {"Y": lambda c: STEPS["Y"](changed(c, Q=c.Q * by))}
     yield Term(f"the scores are q . k {told}", "head-dim-tail" if whole else "score-scale", steps)
 
 
@@ -159,8 +156,7 @@ def of_columns(factors: Array) -> tuple[str, bool]:
     runs = [(a, b, float(x)) for a, b, x in every if abs(x - 1) > 1e-2]
     told = [f"{number(x)} times columns {a} to {b}" for a, b, x in runs if abs(x) > 1e-2]
     told += [f"without columns {a} to {b}" for a, b, x in runs if abs(x) <= 1e-2]
-    text = ", ".join(told[:4]) + ", ..." * (len(told) > 4)
-    return text, all(abs(x) <= 1e-2 for *_, x in runs)
+    return ", ".join(told[:4]) + ", ..." * (len(told) > 4), all(abs(x) <= 1e-2 for *_, x in runs)
 
 
 def _curves(field: Field, c: Context) -> Iterator[Term]:
@@ -180,8 +176,7 @@ def _curves(field: Field, c: Context) -> Iterator[Term]:
         few = (*caps, *(round(x, digits) for digits in range(3)))  # those that the noise leaves
         enough = max(1.0, 1.01 * left_by(x))
         x = next((y for y in few if y and left_by(y) <= enough), x)
-        name = "softcap-dropped" if words == "not capped" else "softcap"
         text = f"the scores are {words.format(c=f'{x:.4g}')}"
         text += next((of for y, of in caps.items() if np.isclose(x, y, 5e-3)), "")
         steps = {"cap": lambda c, of=curve, x=x: (*of(c.Y, x), 0.0)}
-        yield Term(text, name, steps)
+        yield Term(text, "softcap-dropped" if words == "not capped" else "softcap", steps)

@@ -60,8 +60,7 @@ def said_of(read: Weights, second: Callable[[], Weights], support: Support | Non
         said.steps["bP"] = partial(_with_lse, *moved)
         said.support = replace(said.support, seen=places.rights)
         return said
-    x = Field(read.logs - read.right.S, due, True, read.noise)
-    _say_scores(said, x, second)
+    _say_scores(said, Field(read.logs - read.right.S, due, True, read.noise), second)
     if "stale-tile" in said.names:
         said.support = replace(said.support, seen=places.rights)
         return said
@@ -107,8 +106,7 @@ def _say_scores(said: Said, x: Field, second: Callable[[], Weights]) -> None:
         said.right.append("scores and softmax_scale")
         return
     said.term = term_of(x, c) or _counted(read, second)
-    if said.term is None and not read.passed:
-        said.term = term_of(x, c, many=True)
+    said.term = said.term or (None if read.passed else term_of(x, c, many=True))
     if said.term is not None:
         said.say_term(said.term)
     elif text := _often(read, second):

@@ -37,9 +37,8 @@ def show(console: Console, diagnosis: Diagnosis, about: About, *, full: bool = F
     """The verdict in short, or with ``full`` all that it rests on."""
     wide = min(max(LEAST, console.width), MOST)
     sides = {finding.side for finding in diagnosis.findings} | {*about.files, *diagnosis.judged}
-    lines_of = whole if full else short
     for n, finding in enumerate(diagnosis.findings):
-        lines = lines_of(finding, about, wide, len(sides) == 1)
+        lines = (whole if full else short)(finding, about, wide, len(sides) == 1)
         console.print(Text("\n" * (n > 0)) + Text("\n").join(lines), soft_wrap=True)
     if words.nothing_wrong(diagnosis):
         compared = diagnosis.judged or diagnosis.facts
@@ -54,10 +53,9 @@ def show(console: Console, diagnosis: Diagnosis, about: About, *, full: bool = F
 
 def facts(console: Console, diagnosis: Diagnosis, *, full: bool = False) -> None:
     """What was compared, and what was read of it; what is right is told where nothing is wrong."""
-    told = full or words.nothing_wrong(diagnosis)
     console.print()
     for fact in filter(None, (diagnosis.title, *diagnosis.facts)):
-        if told or not RIGHT.search(fact):
+        if full or words.nothing_wrong(diagnosis) or not RIGHT.search(fact):
             console.print(Text(fact, "dim"))
 
 
@@ -130,8 +128,7 @@ def _wrapped(text: str, width: int, indent: str = "    ") -> list[str]:
 def picture(sight: Sight, queries: int = 6, width: int = 80) -> list[str]:
     """A header and a line for each query, with what marks mean; a narrow ``width`` takes keys."""
     while max(map(len, lines := _drawn(sight, queries))) > width and len(sight.keys) > 1:
-        last = bool((sight.right != sight.found)[:queries, -1].any())
-        kept = slice(1, None) if last else slice(-1)
+        kept = slice(1, None) if (sight.right != sight.found)[:queries, -1].any() else slice(-1)
         right, found = sight.right[:, kept], sight.found[:, kept]
         sight = replace(sight, keys=sight.keys[kept], right=right, found=found)
     return lines
@@ -163,8 +160,7 @@ def _drawn(sight: Sight, queries: int) -> list[str]:
         "below 0: keys before its own": sight.keys[0] < 0,
     }
     notes = [text for text, holds in legend.items() if holds][: len(lines)]
-    beside = zip_longest(lines, notes, fillvalue="")
-    return [f"{line:{width}}{note}".rstrip() for line, note in beside]
+    return [f"{x:{width}}{y}".rstrip() for x, y in zip_longest(lines, notes, fillvalue="")]
 
 
 def _mark(right: float, found: float) -> str:

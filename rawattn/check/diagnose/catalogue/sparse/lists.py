@@ -66,10 +66,6 @@ def _uncut(free: Callable[[Ints, Ints], Any]) -> Change:
     return change
 
 
-def _is_own(x: Lists) -> Ints:
-    return np.asarray((x.named == x.own_block) & x.question.causal)
-
-
 def _union(size: int, x: Lists) -> Lists:
     """With the blocks of all of a tile of queries of its sequence."""
     token = np.arange(len(x.named))
@@ -88,6 +84,7 @@ READ, OPEN, COUNTS = "sparse-padding-read", "sparse-not-causal", "sparse-counts-
 MISREAD, PLACE, UNION = "sparse-lists-misread", "sparse-other-place", "sparse-tile-union"
 IN_32_BITS = where(named=lambda x: (x.named * x.size).astype(np.int32) // x.size)  # by first keys
 FULL_ONES = _only(lambda x: x.counted & (x.named < x.length // x.size))
+NOT_OWN = _only(lambda x: x.counted & ~((x.named == x.own_block) & x.question.causal))
 NO_PADDING = _only(lambda x: np.cumsum(x.is_block, axis=2) <= x.limit)
 TABLE: tuple[Row, ...] = (
     (OPEN, "everywhere", _uncut(lambda slot, own: slot)),
@@ -116,7 +113,7 @@ TABLE: tuple[Row, ...] = (
     (CUT, "at the first that is no block of the sequence", _ending(lambda x: ~x.is_block)),
     (CUT, "blocks behind the own", _only(lambda x: x.counted & (x.named <= x.own_block))),
     (CUT, "at the first repeat", _ending(lambda x: x.number > 0)),
-    (CUT, "an own block that is named, where causal", _only(lambda x: x.counted & ~_is_own(x))),
+    (CUT, "an own block that is named, where causal", NOT_OWN),
     (OPEN, "in the block around the query", _uncut(lambda slot, own: slot & own)),
     (OPEN, "everywhere, the own block too", _uncut(lambda slot, own: True)),
 )
@@ -167,8 +164,7 @@ FOR = {"the own block and the mask": "place bound", "the own block": "place", "t
 def misread(question: Question) -> Iterator[Bug]:
     """Lists that are read by a map, alone or together, and queries that stand at another key."""
     names = ["block_indices", *["block_counts"] * (question.block_counts is not None)]
-    alone = [names[:1], names[1:], names][: 2 * len(names) - 1]
-    for by, some in product(maps_of(question), alone):
+    for by, some in product(maps_of(question), [names[:1], names[1:], names][: 2 * len(names) - 1]):
         text, see = f"{' and '.join(some)}, {by.words}", listed(partial(moved, by, some))
         yield Bug(MISREAD, text, see=see)
     every = {x.format(t): partial(of, t) for (x, of), t in product(PLACES.items(), TILES[2:])}
@@ -184,10 +180,9 @@ def _shifted(of: Callable[[Question], Any], change: Change, x: Lists) -> Lists:
 
 def maps_of(question: Question) -> Iterator[maps.Map]:
     """Where the lists of a query may be looked for."""
-    longest = max(question.lengths_q, default=0)
     ways = (maps.TILED, maps.LAST, "row i + {}", "row i - {}", "row i % {}")
     for words, by in product(ways, (1, *TILES)):
-        if by < longest and (by > 1 or words in ways[2:4]):
+        if by < max(question.lengths_q, default=0) and (by > 1 or words in ways[2:4]):
             yield maps.of_rows(words, by)
     for of in maps.sequences(question, clamped=True):
         yield replace(of, words=of.words.replace("the other side", "cu_seqlens_k"))

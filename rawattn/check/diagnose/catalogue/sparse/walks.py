@@ -95,9 +95,7 @@ def splits(question: Question) -> dict[str, Steps]:
     for parts, up in product((2, 3, 4, count), (0, 1)):
         part = tuple((slot * parts + up * (parts - 1)) // count for slot in range(count))
         found.setdefault(part, f"{parts} parts of the slots, the {('first', 'last')[up]} longer")
-    parted: dict[str, Steps] = {
-        x: partial(of_slots, part) for part, x in found.items() if any(part)
-    }
+    parted: dict[str, Steps] = {x: partial(of_slots, y) for y, x in found.items() if any(y)}
     parted["the own block and the rest"] = _own_and_rest
     for (words, order), size, rest in product(ORDERS.items(), (1, 2, 4), (False, True)):
         text = f"{size} blocks and the rest" if rest else f"parts of {size} blocks"
