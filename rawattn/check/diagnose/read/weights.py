@@ -31,11 +31,9 @@ OF_EXP: dict[str, Callable[[Array, Array], Array]] = {  # by S, and S less the r
     "the fraction of S log2(e)": lambda S, below: S * LOG2_E % 1,
     "S": lambda S, below: S,
 }
-# parts of the keys: tiles, or lanes
-PARTS: dict[str, Callable[[Array], Array]]
-PARTS = {f"tile of {t} keys": partial(lambda t, j: j // t, t) for t in (128, 64, 32, 16, 8, 4)}
-for t, n in product((4, 8), (2, 4)):
-    PARTS[f"j // {t} % {n}"] = partial(lambda t, n, j: j // t % n, t, n)
+# parts of the keys, by how many keys and how many parts: tiles, or lanes
+PARTS = {f"tile of {t} keys": (t, 1 << 30) for t in (128, 64, 32, 16, 8, 4)}
+PARTS |= {f"j // {t} % {n}": (t, n) for t in (4, 8) for n in (2, 4)}
 MOST = 128  # times that a key may count
 MANY, RARE = 60, 0.02  # weights; parts that may hold several numbers
 # how little neighbours differ, in units of what any two do; of exp the most that it is off by
@@ -128,9 +126,9 @@ def _say_scores(said: Said, x: Field, second: Callable[[], Weights]) -> None:
 def _say_parts(said: Said, second: Callable[[], Weights]) -> bool:
     """Whether the weights of a tile, or of lanes, are times one number in every row."""
     for words, of in PARTS.items():
-        if (one := _by_parts(said.weights, of)) is None or (
-            other := _by_parts(second(), of)
-        ) is None:
+        if (one := _by_parts(said.weights, *of)) is None:
+            continue
+        if (other := _by_parts(second(), *of)) is None:
             continue
         text = f"weights are times one number for each row and {words}"
         (found, basis), (again, others) = one, other
@@ -145,10 +143,10 @@ def _say_parts(said: Said, second: Callable[[], Weights]) -> bool:
 
 
 @np.errstate(invalid="ignore")
-def _by_parts(read: Weights, of: Callable[[Array], Array]) -> tuple[Array, dict[str, Array]] | None:
+def _by_parts(read: Weights, tile: int, parts: int) -> tuple[Array, dict[str, Array]] | None:
     """Logarithms of the numbers that the weights of parts of keys are times, in units of noise and
     each row around 0, and what they may be sums of; None where a part has several, or all one."""
-    S, part = read.right.S, of(np.maximum(read.places.j, 0))
+    S, part = read.right.S, np.maximum(read.places.j, 0) // tile % parts
     there = read.seen & read.places.rights & (read.alive & read.telling)[..., None]
     h, i, j = np.nonzero(there)
     at, shape = (h, i, part[i, j]), (*there.shape[:2], int(part.max(initial=0)) + 1)
