@@ -115,7 +115,7 @@ def _without_keys(sample: Sample, found: Found) -> str:
     nothing, of = dead(q), None
     for name, rows in sorted(found.items(), reverse=True):  # out before lse
         x, due = sample.found[name][rows], by_rows(name, sample.truth[name])[rows]
-        number = f"{x.flat[0]:g}" if (x == x.flat[0]).all() else "another number"
+        number = _number(x)
         if name == "out" and (mean := _mean_of(sample, rows)) is not None:
             number, of = mean
         elif of is not None and name == "lse" and len(of) == len(x) and np.isfinite(x).all():
@@ -126,6 +126,11 @@ def _without_keys(sample: Sample, found: Found) -> str:
         whose = _of_tiles(q, rows, nothing) or ", ".join(where(q, name, rows))
         texts.append(f"{name} is {number}" + f" ({whose})" * bool((rows != nothing).any()))
     return f"there {'; '.join(texts)}"
+
+
+def _number(x: np.ndarray) -> str:
+    one = np.array_equal(x, np.full_like(x, x.flat[0]), equal_nan=True)
+    return f"{x.flat[0]:g}" if one else "another number"
 
 
 def _of_tiles(question: Question, rows: Rows, nothing: Rows) -> str:
@@ -162,7 +167,7 @@ def _in_words(sample: Sample, found: Found) -> str:
     texts: dict[str, list[str]] = {}
     for name, rows in found.items():
         x = sample.found[name][rows]
-        number = f"{x.flat[0]:g}" if (x == x.flat[0]).all() else "another number"
+        number = _number(x)
         none = np.unique(x[~np.isfinite(x)])[::-1]
         kinds = [f"{kind:g}".replace("nan", "NaN") for kind in none] or [number]
         places = ", ".join(where(sample.question, name, rows)).replace("only ", "of ")
