@@ -126,7 +126,7 @@ def say_rows(said: Said) -> bool:
         wrong = ~(same | (np.abs(off) <= 8 * read.noise)) & read.alive[..., None]
     others, told, count = due.reshape(-1, due.shape[2]), list[tuple[int, str]](), 0
     for h, i in np.argwhere(wrong.any(axis=2)):
-        own = _largest(np.where(np.isneginf(due[h, i]), np.nan, off[h, i]), 8 * read.noise)
+        own = largest(np.where(np.isneginf(due[h, i]), np.nan, off[h, i]), 8 * read.noise)
         keys = np.flatnonzero(read.seen[h, i] & ~own)
         count += bool(len(keys))
         text = _other_row(others[:, keys], found[h, i, keys], read, h, i) if len(keys) > 1 else ""
@@ -142,7 +142,7 @@ def say_rows(said: Said) -> bool:
     return True
 
 
-def _largest(x: Array, near: float) -> Array:
+def largest(x: Array, near: float) -> Array:
     """The most numbers that are the same, where they are several, or all that there are."""
     with np.errstate(invalid="ignore"):
         close = np.abs(x[:, None] - x[None]) <= near
