@@ -172,9 +172,10 @@ def _alone(sample: Sample, plant: Callable[[Bug], Bug] = lambda bug: bug) -> lis
 
 def _told(sample: Sample, term: second_order.Term, factor: float) -> tuple[str, str, float]:
     """The class of what counts so often, in words, and the number that is meant."""
-    s = sample.question.scale
-    scales = {"without s": 1 / s, "with s twice": s, "in base 2": LOG2_E, "times ln 2": 1 / LOG2_E}
-    known = {"with the wrong sign": -1.0, "twice": 2.0, "half of it": 0.5, **scales}
+    s, default = sample.question.scale, sample.question.q.shape[2] ** -0.5
+    scales = {"with the default softmax_scale": default / s, "without s": 1 / s, "with s twice": s}
+    scales |= {"in base 2": LOG2_E, "times ln 2": 1 / LOG2_E}
+    known = {**scales, "with the wrong sign": -1.0, "twice": 2.0, "half of it": 0.5}
     if abs(factor) < NEAR:
         return term.name, term.none, 0.0
     near = {words: x for words, x in known.items() if abs(factor / x - 1) < NEAR}

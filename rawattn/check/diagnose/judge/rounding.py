@@ -181,13 +181,14 @@ def _roundings(stage: str, fine: bool) -> Iterator[Bug]:
 
 def _of_loops(question: Question) -> Iterator[Bug]:
     """A forward pass with what goes from tile to tile, or is merged, in fewer bits."""
-    for dtype in NARROW[:2]:
-        r, name = to_dtype(dtype), np.dtype(dtype).name
-        for chunk, down, kept in itertools.product(CHUNKS[2:], (False, True), KEPT_ONLINE):
+    for dtype in NARROW:
+        r, name, eight = to_dtype(dtype), np.dtype(dtype).name, np.dtype(dtype).itemsize == 1
+        kept_ones = ["P"] if eight else [*KEPT_ONLINE]
+        for chunk, down, kept in itertools.product(CHUNKS[2:], (False, True), kept_ones):
             tiles = f"by tiles of {chunk} keys,{' downwards,' * down}" if chunk < ALL else "whole,"
             form = f"{KEPT_ONLINE[kept]}, {tiles} in {name}"
             yield Bug("", form, FORWARD, steps=_online(chunk, down, {kept: r}))
-        for at, cut in splits(question).items():
+        for at, cut in ({} if eight else splits(question)).items():
 
             def stored(p: Parts, r: Rounded = r) -> Results:
                 return merged(Parts(p.tops, p.sums | {"out": r(p.outs) * p.sums["row_sum"]}))

@@ -32,6 +32,10 @@ def say_moves(said: Said, second: Callable[[], Weights]) -> bool:
     other = second()
     again = _moved(other)
     both = [(read.places, by)] if again is None else [(read.places, by), (other.places, again)]
+    if again is not None and (columns := _in_columns(both, at)):
+        said.say(f"columns of {of} are exchanged, {columns}", "input-layout")
+        said.unread.append("by which layout")
+        return True
     told = again is not None and (_by_rule(both, at) or _in_tiles(both, at))
     text, to = told or (_listed(read.places, by, read.passed), None)
     said.say(f"the weight of {at} meets {of} of another {at}: {text}", "stale-tile")
@@ -69,6 +73,20 @@ def _moved(read: Weights) -> Array | None:
     if told < KNOWN * np.count_nonzero(found > TINY) or not ((by != 0) & (by != UNKNOWN)).any():
         return None
     return by.swapaxes(1, 2) if read.passed else by
+
+
+def _in_columns(both: list[Read], at: str) -> str:
+    """Which columns, by the units of which rows are told apart, stand for others, of which rows."""
+    shown, by = [], set[int]()
+    for x, distance in both:
+        q, moved = x.question, (distance != 0) & (distance != UNKNOWN)
+        width = min(q.q.shape[2], q.v.shape[2]) if at == "i" else q.v.shape[2]
+        rows = np.arange(distance.shape[1 if at == "i" else 2])
+        column = np.broadcast_to((rows if at == "j" else rows[:, None]) % width, distance.shape)
+        by |= set(np.unique(column[moved] ^ ((column + distance)[moved] % width)).tolist())
+        shown.append(Shown(x, (distance != UNKNOWN).any(axis=0), moved.any(axis=0)))
+    rule = next(rules_of(*shown), None) if len(by) == 1 else None
+    return f"c and c ^ {max(by)}: {rule}" if rule and max(by) else ""
 
 
 def _by_rule(both: list[Read], at: str) -> tuple[str, To] | None:
