@@ -17,9 +17,8 @@ from rawattn.check.diagnose.evidence.structure import where
 from rawattn.check.diagnose.evidence.support import LESS, MORE, OTHER, Support, support_of
 from rawattn.check.diagnose.read import fields
 from rawattn.check.diagnose.read.fields import Field, map_of, rows_of
-from rawattn.check.diagnose.read.moves import say_moves, say_rows
 from rawattn.check.diagnose.read.probe import Weights
-from rawattn.check.diagnose.read.said import COARSE, Said, of_lists
+from rawattn.check.diagnose.read.said import COARSE, Said, of_lists, say_moves, say_rows
 from rawattn.check.diagnose.read.sums import say_passed, say_sums, say_values
 from rawattn.check.diagnose.read.terms import Term, adding, context_of, term_of
 
