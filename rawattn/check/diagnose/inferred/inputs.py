@@ -11,7 +11,7 @@ from typing import Any
 
 import numpy as np
 
-from rawattn.check.diagnose.catalogue import inputs, partial_sums, stages, tiles
+from rawattn.check.diagnose.catalogue import inputs, partial_sums, stages
 from rawattn.check.diagnose.catalogue.partial_sums import RIGHT, merged
 from rawattn.check.diagnose.catalogue.sparse import selection
 from rawattn.check.diagnose.engine.attention import BACKWARD, RESULTS, Bug, Given, contexts, solve
@@ -57,7 +57,7 @@ def numbers(first: Sample) -> Iterator[Bug]:
     for sample in _samples(first):
         for of in (_constants, _added, _rearranged):
             yield from of(sample)
-        of_tiles = tiles.sums(sample.question, sample.stage, sample.wrong.keys())
+        of_tiles = stages.sums(sample.question, sample.stage, sample.wrong.keys())
         yield from sample.near([of_tiles], YIELDED, spent() + EFFORT)
 
 
@@ -69,7 +69,7 @@ def bugs(first: Sample) -> Iterator[Bug]:
         right, b = sample.found.keys() - wrong, sample.sequence
         families = (
             selection.candidates(question, stage, wrong) if question.sparse else (),
-            tiles.of_splits(question) if stage == "forward" and not question.sparse else (),
+            partial_sums.of_splits(question) if stage == "forward" and not question.sparse else (),
             terms.pairs_dropped(sample),
             inputs.candidates(question, stage, wrong, right, b),
             stages.candidates(question, stage, wrong, b),

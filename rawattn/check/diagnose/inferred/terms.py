@@ -17,7 +17,7 @@ from rawattn.check.diagnose.catalogue import first_order, second_order
 from rawattn.check.diagnose.catalogue.inputs import of_view
 from rawattn.check.diagnose.catalogue.second_order import by_given_out, of_one_pass, with_values
 from rawattn.check.diagnose.catalogue.sparse import selection
-from rawattn.check.diagnose.catalogue.tiles import OPERANDS, RESULTS
+from rawattn.check.diagnose.catalogue.stages import OPERANDS, RESULTS
 from rawattn.check.diagnose.engine.attention import FIRST, FORWARD, TILES, Bug, View, each, solve
 from rawattn.check.diagnose.engine.effort import spent
 from rawattn.check.diagnose.engine.question import Question, by_rows, side_of
