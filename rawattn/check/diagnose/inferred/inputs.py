@@ -15,7 +15,6 @@ from rawattn.check.diagnose.catalogue import inputs, partial_sums, stages
 from rawattn.check.diagnose.catalogue.partial_sums import RIGHT, merged
 from rawattn.check.diagnose.catalogue.sparse import selection
 from rawattn.check.diagnose.engine.attention import BACKWARD, RESULTS, Bug, Given, contexts, solve
-from rawattn.check.diagnose.engine.effort import spent
 from rawattn.check.diagnose.engine.question import BY_ROW, OF_KEYS, Answers, Question, by_rows
 from rawattn.check.diagnose.engine.steps import STEPS, Context, Floats
 from rawattn.check.diagnose.evidence.places import TILES
@@ -58,7 +57,7 @@ def numbers(first: Sample) -> Iterator[Bug]:
         for of in (_constants, _added, _rearranged):
             yield from of(sample)
         of_tiles = stages.sums(sample.question, sample.stage, sample.wrong.keys())
-        yield from sample.near([of_tiles], YIELDED, spent() + EFFORT)
+        yield from sample.near([of_tiles], YIELDED, EFFORT)
 
 
 def bugs(first: Sample) -> Iterator[Bug]:
@@ -74,7 +73,7 @@ def bugs(first: Sample) -> Iterator[Bug]:
             inputs.candidates(question, stage, wrong, right, b),
             stages.candidates(question, stage, wrong, b),
         )
-        yield from sample.near(families, YIELDED, spent() + EFFORT)
+        yield from sample.near(families, YIELDED, EFFORT)
 
 
 def _samples(first: Sample) -> Iterator[Sample]:

@@ -19,7 +19,6 @@ from rawattn.check.diagnose.catalogue.second_order import by_given_out, of_one_p
 from rawattn.check.diagnose.catalogue.sparse import selection
 from rawattn.check.diagnose.catalogue.stages import OPERANDS, RESULTS
 from rawattn.check.diagnose.engine.attention import FIRST, FORWARD, TILES, Bug, View, each, solve
-from rawattn.check.diagnose.engine.effort import spent
 from rawattn.check.diagnose.engine.question import Question, by_rows, side_of
 from rawattn.check.diagnose.engine.steps import LOG2_E, STEPS, Context, Floats, Step, changed, times
 from rawattn.check.diagnose.evidence.places import Places, places_of
@@ -82,7 +81,7 @@ def bugs(sample: Sample) -> Iterator[Bug]:
     if stage == "second":
         yield from _alone(sample, partial(of_one_pass, first=first))
     of_masks = _of_tangents(question) if stage == "jvp" else _of_masks(question, first)
-    yield from sample.near([of_masks], MOST, spent() + EFFORT)
+    yield from sample.near([of_masks], MOST, EFFORT)
 
 
 def _listed(question: Question) -> Iterator[Bug]:
