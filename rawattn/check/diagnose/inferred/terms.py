@@ -26,7 +26,7 @@ from rawattn.check.diagnose.evidence.precision import finite
 from rawattn.check.diagnose.evidence.rules import Span
 from rawattn.check.diagnose.inferred.sample import Sample
 from rawattn.check.diagnose.read.fields import number
-from rawattn.check.diagnose.read.terms import of_view as of_pairs
+from rawattn.check.diagnose.read.fields import of_view as of_pairs
 
 NUMBERS = 20_000  # of a tensor that are looked at, about
 NEAR, CLOSE = 1e-2, 1e-3  # of a factor to one that has a name; of what is off that may be left

@@ -21,8 +21,8 @@ from rawattn.check.diagnose.evidence.places import Array, Places, log_sum, place
 from rawattn.check.diagnose.evidence.rules import Shown, rules_of
 from rawattn.check.diagnose.evidence.structure import named
 from rawattn.check.diagnose.evidence.support import Support, pairs_of
+from rawattn.check.diagnose.read.fields import Term, context_of, scores_of
 from rawattn.check.diagnose.read.probe import TINY, Weights
-from rawattn.check.diagnose.read.terms import Term, context_of, scores_of
 from rawattn.reference.dense import dead_to_inf
 
 COARSE = 3e-3  # what is left where sums run in TF32: no bug of the weights

@@ -9,11 +9,10 @@ import numpy as np
 from rawattn.check.diagnose.engine.attention import STEPS, Context, changed
 from rawattn.check.diagnose.evidence.places import Array, places_of
 from rawattn.check.diagnose.evidence.support import LESS, MORE, Support, support_of
-from rawattn.check.diagnose.read.fields import Field, by_head, number
+from rawattn.check.diagnose.read.fields import Field, at, by_head, number, of_distance, of_view
 from rawattn.check.diagnose.read.forms import Change, Part, by_own_sums, form_of
 from rawattn.check.diagnose.read.probe import Backward
 from rawattn.check.diagnose.read.said import COARSE, Said, of_lists, of_scale
-from rawattn.check.diagnose.read.terms import at, of_distance, of_view
 from rawattn.check.diagnose.read.weights import BACKWARD_ONLY, of_pairs, repeated, said_of
 from rawattn.reference.dense import dead_to_inf
 
