@@ -23,7 +23,7 @@ from rawattn.check.diagnose.engine.question import Question, by_rows, side_of
 from rawattn.check.diagnose.engine.steps import LOG2_E, STEPS, Context, Floats, Step, changed, times
 from rawattn.check.diagnose.evidence.places import Places, places_of
 from rawattn.check.diagnose.evidence.precision import finite
-from rawattn.check.diagnose.evidence.rules import Span
+from rawattn.check.diagnose.evidence.structure import Span
 from rawattn.check.diagnose.inferred.sample import Sample
 from rawattn.check.diagnose.read.fields import number
 from rawattn.check.diagnose.read.fields import of_view as of_pairs

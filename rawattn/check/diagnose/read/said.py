@@ -18,8 +18,7 @@ from rawattn.check.diagnose.engine.attention import FIRST, FORWARD, TILES, Bug, 
 from rawattn.check.diagnose.engine.question import LISTS, Question
 from rawattn.check.diagnose.engine.steps import STEPS, Context, Floats, Step, changed
 from rawattn.check.diagnose.evidence.places import Array, Places, log_sum, places_of
-from rawattn.check.diagnose.evidence.rules import Shown, rules_of
-from rawattn.check.diagnose.evidence.structure import named
+from rawattn.check.diagnose.evidence.structure import Shown, named, rules_of
 from rawattn.check.diagnose.evidence.support import Support, pairs_of
 from rawattn.check.diagnose.read.fields import Term, context_of, scores_of
 from rawattn.check.diagnose.read.probe import TINY, Weights

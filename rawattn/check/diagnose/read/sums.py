@@ -11,8 +11,7 @@ import numpy as np
 from rawattn.check.diagnose.catalogue.maps import Map, geometry
 from rawattn.check.diagnose.engine.attention import STEPS, TILES, Context
 from rawattn.check.diagnose.evidence.places import Array, Places, Right, log_sum, places_of
-from rawattn.check.diagnose.evidence.rules import Rule, Span
-from rawattn.check.diagnose.evidence.structure import where
+from rawattn.check.diagnose.evidence.structure import Rule, Span, where
 from rawattn.check.diagnose.read import fields
 from rawattn.check.diagnose.read.fields import of_other_heads, of_view, sum_in_words, sums_of
 from rawattn.check.diagnose.read.probe import Weights

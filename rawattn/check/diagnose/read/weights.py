@@ -12,8 +12,7 @@ from rawattn.check.diagnose.catalogue.masks import unmasked, windows
 from rawattn.check.diagnose.engine.attention import STEPS, TILES, Context, changed
 from rawattn.check.diagnose.engine.steps import LOG2_E
 from rawattn.check.diagnose.evidence.places import Array, Places, log_sum
-from rawattn.check.diagnose.evidence.rules import Rule, Shown, mask_rule, rules_of
-from rawattn.check.diagnose.evidence.structure import where
+from rawattn.check.diagnose.evidence.structure import Rule, Shown, mask_rule, rules_of, where
 from rawattn.check.diagnose.evidence.support import LESS, MORE, OTHER, Support, support_of
 from rawattn.check.diagnose.read import fields
 from rawattn.check.diagnose.read.fields import Field, Term, adding, context_of, term_of
