@@ -26,7 +26,7 @@ from rawattn.check.diagnose.judge.failures import answers_of, question_of, refer
 from rawattn.check.diagnose.judge.least import of_shortest
 from rawattn.check.diagnose.judge.proofs import meant, of_past, of_sinks
 from rawattn.check.diagnose.logs.explain import explain_log
-from rawattn.check.diagnose.read.packed import packed, read_packed
+from rawattn.check.diagnose.read.name import packed, read_packed
 from rawattn.check.diagnose.read.probe import Refused
 from rawattn.check.diagnose.report import terminal, words
 from rawattn.check.diagnose.report.page import page

@@ -12,7 +12,7 @@ from rawattn.check.diagnose.engine.question import STAGES, Answers, Question
 from rawattn.check.diagnose.files.npz import dump, read
 from rawattn.check.diagnose.judge.diagnosis import diagnose
 from rawattn.check.diagnose.judge.failures import question_of, reference_answers, small
-from rawattn.check.diagnose.read.packed import packed, read_packed
+from rawattn.check.diagnose.read.name import packed, read_packed
 from tests.diagnose import plain
 from tests.diagnose.called import asked, call, said, wrong
 from tests.diagnose.hooks import window

@@ -8,7 +8,7 @@ from itertools import combinations, product
 
 import numpy as np
 
-from rawattn.check.diagnose.catalogue import maps, tiles
+from rawattn.check.diagnose.catalogue import maps, stages
 from rawattn.check.diagnose.catalogue.masks import dead, masks, neighbours, spoilt
 from rawattn.check.diagnose.catalogue.second_order import JVP, SECOND, multiple, with_values
 from rawattn.check.diagnose.engine.attention import BACKWARD, FIRST, FORWARD, Bug, Step, View
@@ -38,10 +38,10 @@ def bugs(question: Question) -> Iterator[Bug]:
     yield from masks(question)
     yield from neighbours(question)
     yield from bugs_anywhere(question)
-    yield from tiles.tiles(question)
+    yield from stages.tiles(question)
     # gradients of one tile alone, which fewer pairs would explain too, in more words
-    of_sums = tiles.sums(question, "backward", ("dq", "dk", "dv"))
-    yield from (bug for bug in of_sums if bug.name == tiles.OVER)
+    of_sums = stages.sums(question, "backward", ("dq", "dk", "dv"))
+    yield from (bug for bug in of_sums if bug.name == stages.OVER)
     if dead(question).any():
         yield Bug("dead-rows", "NaN", FIRST, store=partial(spoilt, dead))
         L: Step = lambda c: np.where(np.isneginf(c.L), np.log(c.S.shape[2]), c.L)  # noqa: E731

@@ -2,16 +2,20 @@
 part has its maximum, and sums taken against it: of its weights (row_sum), of P V (out), and in
 forward mode of P o E (e), (P o E) V (tout) and P tV (ptv); the tables are of wrong weights."""
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from functools import partial
 from itertools import product
 from typing import NamedTuple
 
 import numpy as np
 
+from rawattn.check.diagnose.catalogue import stages
+from rawattn.check.diagnose.catalogue.masks import Window, bounds, distances
 from rawattn.check.diagnose.catalogue.sparse import walks
-from rawattn.check.diagnose.engine.attention import TILES, Context, Floats, Step, times
+from rawattn.check.diagnose.engine.attention import FORWARD, TILES, Bug, View, each
 from rawattn.check.diagnose.engine.question import Question
+from rawattn.check.diagnose.engine.steps import Context, Floats, Step, times
 
 LN_2 = np.log(2)
 COUNTS = (2, 3, 4, 6, 8)  # parts of a sequence
@@ -318,3 +322,39 @@ def steps(stage: str, cut: Cut, of: Callable[[Parts], Results]) -> Mapping[str, 
     if stage == "forward":
         return {"L": lambda c: result(c, "lse"), "O": lambda c: c.results.out}
     return {"e": lambda c: result(c, "e"), "tO": lambda c: c.results.tout}
+
+
+def of_splits(question: Question) -> Iterator[Bug]:
+    """A forward pass in parts of the keys, which overlap, or have masks of their own."""
+    for at, keys in parts_of_keys(question).items():
+        form = f"the first key behind each part counts twice: {at}"
+        edges = partial(lambda keys, i, j, n, m, t: np.diff(_starts(keys, m), prepend=0) > 0, keys)
+        yield Bug("tile-counted-twice", form, FORWARD, each(stages.often, edges, 0, 2.0))
+        if question.mask_window != (-1, -1):
+            form = f"the mask counts keys from the start of each part: {at}"
+            yield Bug("wrong-keys", form, FORWARD, each(_from_start, keys))
+    for tile, rows in product(TILES, TILES) if question.mask_window != (-1, -1) else ():
+        form = f"the loop over tiles of {tile} keys ends at the first one that is masked"
+        see = each(_until_masked, tile, rows)
+        yield Bug("tile-skipped", f"{form} for all of a tile of {rows} queries", FORWARD, see)
+
+
+def _starts(keys: Keys, m: int) -> np.ndarray:
+    """Of every one of so many keys where its part starts."""
+    return np.concatenate([np.arange(0), *[np.full(len(part), part[:1]) for part in keys(m)]])
+
+
+def _until_masked(tile: int, rows: int, question: Question, view: View) -> View:
+    """For every tile of so many ``rows`` the keys in front of the first tile that none sees."""
+    seen = view.weight[0] > 0
+    tiles, found = np.arange(seen.shape[1]) // tile, view.weight.copy()
+    for start in range(0, len(seen), rows):
+        met = np.unique(tiles[seen[start : start + rows].any(axis=0)])
+        found[:, start : start + rows] *= np.isin(tiles, met).cumprod()  # tiles ascend
+    return replace(view, weight=found)
+
+
+def _from_start(keys: Keys, question: Question, view: View) -> View:
+    distance = distances(question, view) - _starts(keys, len(view.keys))
+    seen = Window(*bounds(question)).holds(distance, distance)
+    return replace(view, weight=seen[None].astype(np.float64))

@@ -9,7 +9,7 @@ import numpy as np
 from rawattn.check.diagnose.engine.attention import Bug, See, View, views_of
 from rawattn.check.diagnose.engine.question import Question
 from rawattn.check.diagnose.evidence.places import Array, Places, places_of
-from rawattn.check.diagnose.evidence.rules import Rule, Shown, rules_of
+from rawattn.check.diagnose.evidence.structure import Rule, Shown, rules_of
 from rawattn.check.diagnose.findings import Sight
 
 MORE, LESS, OTHER = "sees too many keys", "misses keys", "sees keys that are not its own"

@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterable, Mapping
 import numpy as np
 
 from rawattn.check.diagnose.engine.attention import Bug, Floats, Given, Passed, Store, View, solve
-from rawattn.check.diagnose.engine.effort import over
+from rawattn.check.diagnose.engine.effort import over, spent
 from rawattn.check.diagnose.engine.question import BY_ROW, STAGES, Answers, Question, by_rows
 from rawattn.check.diagnose.evidence import precision
 from rawattn.check.diagnose.evidence.precision import eps_of, finite, relative_residual
@@ -109,10 +109,10 @@ class Sample:
         with np.errstate(all="ignore"):
             return solve(self.question, self.stage, bug, given=self.given, only=only)
 
-    def near(self, families: Iterable[Iterable[Bug]], each: int, until: float) -> list[Bug]:
+    def near(self, families: Iterable[Iterable[Bug]], each: int, effort: float) -> list[Bug]:
         """Of those that come near on one of the wrong answers so many for each of these, by all of
-        it. No family is tried once one gives all answers, and nothing once ``until`` is spent."""
-        found: list[tuple[dict[str, float], Bug]] = []
+        it. No family is tried once one gives all answers, and nothing after so much ``effort``."""
+        found, until = list[tuple[dict[str, float], Bug]](), spent() + effort
         known: dict[object, dict[str, float]] = {}
         for family in families:
             before = len(found)

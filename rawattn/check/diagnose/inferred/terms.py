@@ -17,17 +17,16 @@ from rawattn.check.diagnose.catalogue import first_order, second_order
 from rawattn.check.diagnose.catalogue.inputs import of_view
 from rawattn.check.diagnose.catalogue.second_order import by_given_out, of_one_pass, with_values
 from rawattn.check.diagnose.catalogue.sparse import selection
-from rawattn.check.diagnose.catalogue.tiles import OPERANDS, RESULTS
+from rawattn.check.diagnose.catalogue.stages import OPERANDS, RESULTS
 from rawattn.check.diagnose.engine.attention import FIRST, FORWARD, TILES, Bug, View, each, solve
-from rawattn.check.diagnose.engine.effort import spent
 from rawattn.check.diagnose.engine.question import Question, by_rows, side_of
 from rawattn.check.diagnose.engine.steps import LOG2_E, STEPS, Context, Floats, Step, changed, times
 from rawattn.check.diagnose.evidence.places import Places, places_of
 from rawattn.check.diagnose.evidence.precision import finite
-from rawattn.check.diagnose.evidence.rules import Span
+from rawattn.check.diagnose.evidence.structure import Span
 from rawattn.check.diagnose.inferred.sample import Sample
 from rawattn.check.diagnose.read.fields import number
-from rawattn.check.diagnose.read.terms import of_view as of_pairs
+from rawattn.check.diagnose.read.fields import of_view as of_pairs
 
 NUMBERS = 20_000  # of a tensor that are looked at, about
 NEAR, CLOSE = 1e-2, 1e-3  # of a factor to one that has a name; of what is off that may be left
@@ -82,7 +81,7 @@ def bugs(sample: Sample) -> Iterator[Bug]:
     if stage == "second":
         yield from _alone(sample, partial(of_one_pass, first=first))
     of_masks = _of_tangents(question) if stage == "jvp" else _of_masks(question, first)
-    yield from sample.near([of_masks], MOST, spent() + EFFORT)
+    yield from sample.near([of_masks], MOST, EFFORT)
 
 
 def _listed(question: Question) -> Iterator[Bug]:

@@ -17,7 +17,6 @@ from rawattn.check.diagnose.engine.attention import empty
 from rawattn.check.diagnose.engine.effort import spent
 from rawattn.check.diagnose.engine.question import OF_KEYS, OF_SINKS, Answers, Question, by_rows
 from rawattn.check.diagnose.evidence import structure
-from rawattn.check.diagnose.evidence.rules import mask_rule
 from rawattn.check.diagnose.evidence.support import sight_of
 from rawattn.check.diagnose.findings import NAMELESS, Diagnosis, Finding
 from rawattn.check.diagnose.inferred import row_numbers
@@ -188,7 +187,7 @@ def _found(
     wrong = {name: of for name, of in works.items() if not of.null[name].good}
     best = [part.best[name] for part in parts]
     bugs = [of.prediction.bug for of in best]
-    form, must = bugs[0].variant, mask_rule(question)
+    form, must = bugs[0].variant, structure.mask_rule(question)
     where = " and ".join(dict.fromkeys(PASSES[part.verdict.work.stage] for part in parts))
     cut = any(part.verdict.cut for part in parts)
     evidence = [_said(name, parts, form, must), *[CUT] * cut]

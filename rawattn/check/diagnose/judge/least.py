@@ -17,10 +17,9 @@ from rawattn.check.diagnose.engine.question import STAGES, Answers, Question, by
 from rawattn.check.diagnose.findings import Finding
 from rawattn.check.diagnose.judge.diagnosis import costs_of, sizes_of
 from rawattn.check.diagnose.read import probe
-from rawattn.check.diagnose.read.moves import largest
 from rawattn.check.diagnose.read.name import READ, ask_branch
 from rawattn.check.diagnose.read.probe import OF_DERIVATIVES, Ask, Refused
-from rawattn.check.diagnose.read.said import branch_of
+from rawattn.check.diagnose.read.said import branch_of, largest
 from rawattn.check.diagnose.read.tables import OFF, ROW, Table, tables_of, told
 from rawattn.check.expected import Target, expect
 from rawattn.check.second import expect_second

@@ -24,7 +24,7 @@ from rawattn.check.diagnose.evidence import precision as noise
 from rawattn.check.diagnose.evidence.precision import Fit, Precision, fit, ladder, relative_residual
 from rawattn.check.diagnose.evidence.structure import where
 from rawattn.check.diagnose.evidence.support import NO_RULE
-from rawattn.check.diagnose.inferred import inputs, online, row_numbers, terms, unwritten
+from rawattn.check.diagnose.inferred import inputs, row_numbers, terms, unwritten
 from rawattn.check.diagnose.inferred.sample import Sample, in_rows, is_wrong
 from rawattn.check.diagnose.read.name import BEYOND, UNREAD, Readings
 
@@ -48,7 +48,7 @@ KERNELS = (
 )
 GENERIC = ("wrong-keys", "sparse-inverted-lists", "unknown")  # what others say more exactly
 LOOSE = (*GENERIC, "denominator", "pairs-dropped")  # of what is read, likewise
-INFERRED = (online.bugs, inputs.numbers, inputs.bugs, unwritten.bugs)
+INFERRED = (inputs.of_parts, inputs.numbers, inputs.bugs, unwritten.bugs)
 QUICK = 2  # of these, which cost next to nothing
 RIGHT = (NO_BUG, replace(NO_BUG, steps={"tO": second_order.by_given_out}))  # tO by the given out
 Search = Callable[[Sample], Iterable[Bug]]

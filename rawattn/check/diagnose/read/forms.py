@@ -13,10 +13,10 @@ import numpy as np
 from rawattn.check.diagnose.engine.attention import TILES, Context, changed, deltas, times
 from rawattn.check.diagnose.engine.question import Question
 from rawattn.check.diagnose.evidence.places import Array, Places, Right, places_of
-from rawattn.check.diagnose.read.fields import Field, rows_of, sum_in_words, sums_of
+from rawattn.check.diagnose.read import fields
+from rawattn.check.diagnose.read.fields import Field, backward_of, rows_of, sum_in_words
 from rawattn.check.diagnose.read.probe import TINY, Backward
 from rawattn.check.diagnose.read.said import Said, listed_scores
-from rawattn.check.diagnose.read.terms import backward_of, of_columns
 from rawattn.reference.dense import dead_to_inf
 
 Of = Callable[[Context], Array]
@@ -173,7 +173,7 @@ def _sums(part: Part) -> Iterator[Change]:
     capped = part.places.question.softcap is not None
     found = _terms(part.P, slopes.dP, slopes.D, slopes.slope, capped)
     basis = {name: x[there] / size for name, x in found.items()}
-    for factors in sums_of(basis, slopes.dS[there] / size, MOST):
+    for factors in fields.sums_of(basis, slopes.dS[there] / size, MOST):
         text, name = _in_words(factors)
         bent = ["slope" in term for term in factors]
         if all(bent) or (any(bent) and any(x != np.rint(x) for x in factors.values())):
@@ -210,7 +210,7 @@ def _columns(part: Part) -> Iterator[Change]:
     if np.abs(found - factors.ravel()).max(initial=0.0) > 0.2 or (factors == 1).all():
         return
     products = zip(("dP = dout . v", "D = dout . out"), factors, strict=True)
-    told = [f"{name} {of_columns(x)[0]}" for name, x in products if (x != 1).any()]
+    told = [f"{name} {fields.of_columns(x)[0]}" for name, x in products if (x != 1).any()]
     name = "head-dim-tail" if (factors[0] != 1).any() else ANOTHER
     text = f"is made of other columns: {'; '.join(told)}"
     yield Change([text], name, partial(_of_columns, factors), whole=True)
@@ -278,7 +278,7 @@ def _slopes(part: Part) -> Iterator[Change]:
     due = (part.f * slopes.slope)[there]
     unit = part.noise * np.maximum(np.abs(due), 1e-2)
     basis = {name: of(slopes.S[there] / cap) / unit for name, of in SLOPES.items()}
-    found = sums_of(basis, due / unit, MOST)
+    found = fields.sums_of(basis, due / unit, MOST)
     for factors in sorted(found, key=lambda of: any(x != np.rint(x) for x in of.values())):
         text = f"has the slope {sum_in_words(factors)} of the softcap, not 1 - t^2, with t its tanh"
         yield Change([text], "softcap-slope-omitted", partial(_with_slope, factors), whole=True)

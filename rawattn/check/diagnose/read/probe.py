@@ -12,8 +12,7 @@ import numpy as np
 from rawattn.check.cases import in_use
 from rawattn.check.diagnose.engine.question import Answers, Question
 from rawattn.check.diagnose.evidence.places import Array, Places, Right
-from rawattn.check.diagnose.read.fields import Calls
-from rawattn.check.diagnose.read.terms import backward_of
+from rawattn.check.diagnose.read.fields import Calls, backward_of
 from rawattn.check.diff import FLOATING
 
 Ask = Callable[[Question], Answers]  # answers of one stage; may raise anything

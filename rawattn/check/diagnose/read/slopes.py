@@ -9,11 +9,10 @@ import numpy as np
 from rawattn.check.diagnose.engine.attention import STEPS, Context, changed
 from rawattn.check.diagnose.evidence.places import Array, places_of
 from rawattn.check.diagnose.evidence.support import LESS, MORE, Support, support_of
-from rawattn.check.diagnose.read.fields import Field, by_head, number
+from rawattn.check.diagnose.read.fields import Field, at, by_head, number, of_distance, of_view
 from rawattn.check.diagnose.read.forms import Change, Part, by_own_sums, form_of
 from rawattn.check.diagnose.read.probe import Backward
 from rawattn.check.diagnose.read.said import COARSE, Said, of_lists, of_scale
-from rawattn.check.diagnose.read.terms import at, of_distance, of_view
 from rawattn.check.diagnose.read.weights import BACKWARD_ONLY, of_pairs, repeated, said_of
 from rawattn.reference.dense import dead_to_inf
 
@@ -115,7 +114,7 @@ def _change_of(part: Part, second: Callable[[], Part]) -> Change:
     if not np.isfinite(part.slopes.dS).all():
         return Change(["is not finite"])
     if not part.known.any():
-        return Change(["is 0"] if part.there.any() else [])
+        return Change(["meets no row that it must"] if part.there.any() else [])
     change = _form_of(part, second)
     known = change.whole or (change.text and change.dY is None)
     if known or not (part.gone.any() or part.wrongly.any()):

@@ -11,13 +11,11 @@ import numpy as np
 from rawattn.check.diagnose.catalogue.maps import Map, geometry
 from rawattn.check.diagnose.engine.attention import STEPS, TILES, Context
 from rawattn.check.diagnose.evidence.places import Array, Places, Right, log_sum, places_of
-from rawattn.check.diagnose.evidence.rules import Rule, Span
-from rawattn.check.diagnose.evidence.structure import where
+from rawattn.check.diagnose.evidence.structure import Rule, Span, where
 from rawattn.check.diagnose.read import fields
-from rawattn.check.diagnose.read.fields import map_of, sum_in_words, sums_of
+from rawattn.check.diagnose.read.fields import of_other_heads, of_view, sum_in_words, sums_of
 from rawattn.check.diagnose.read.probe import Weights
 from rawattn.check.diagnose.read.said import Said
-from rawattn.check.diagnose.read.terms import of_other_heads, of_view
 from rawattn.reference.dense import dead_to_inf
 
 MOST = 3  # of what rows have, in a sum
@@ -210,7 +208,7 @@ def _forms(x: _Read, passed: bool) -> Iterator[Form]:
         yield text, "", lambda x: x.due + mean
     for name, beside in OF_ROWS.items():
         total = np.where(x.known, x.total - x.top * bool(beside), np.nan)
-        other = map_of(x.places.question, [(getattr(x, name), ...)], total, x.noise)
+        other = fields.map_of(x.places.question, [(getattr(x, name), ...)], total, x.noise)
         if other is not None:
             text = f"the row sums{beside} are those of other rows: {other[0].words}"
             yield text, "statistics-misplaced", partial(_moved, other[0], name)
@@ -248,7 +246,7 @@ def _of_sink(x: _Read) -> Iterator[Form]:
         text = f"the row sums have exp({sum_in_words(factors)}), in place of exp(sink)"
         yield text, "sinks-misplaced", partial(_with_sink, partial(_sum_of, factors))
     told = np.where(known & (size < TELLING), held, np.nan)
-    if (other := map_of(x.places.question, [(x.sinks, ...)], told, size)) is not None:
+    if (other := fields.map_of(x.places.question, [(x.sinks, ...)], told, size)) is not None:
         text = f"the row sums have the sink of other rows and heads: {other[0].words}"
         yield text, "sinks-misplaced", partial(_with_sink, partial(_moved, other[0], "sinks"))
 

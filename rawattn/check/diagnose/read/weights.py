@@ -12,16 +12,13 @@ from rawattn.check.diagnose.catalogue.masks import unmasked, windows
 from rawattn.check.diagnose.engine.attention import STEPS, TILES, Context, changed
 from rawattn.check.diagnose.engine.steps import LOG2_E
 from rawattn.check.diagnose.evidence.places import Array, Places, log_sum
-from rawattn.check.diagnose.evidence.rules import Rule, Shown, mask_rule, rules_of
-from rawattn.check.diagnose.evidence.structure import where
+from rawattn.check.diagnose.evidence.structure import Rule, Shown, mask_rule, rules_of, where
 from rawattn.check.diagnose.evidence.support import LESS, MORE, OTHER, Support, support_of
 from rawattn.check.diagnose.read import fields
-from rawattn.check.diagnose.read.fields import Field, map_of, rows_of
-from rawattn.check.diagnose.read.moves import say_moves, say_rows
+from rawattn.check.diagnose.read.fields import Field, Term, adding, context_of, term_of
 from rawattn.check.diagnose.read.probe import Weights
-from rawattn.check.diagnose.read.said import COARSE, Said, of_lists
+from rawattn.check.diagnose.read.said import COARSE, Said, of_lists, say_moves, say_rows
 from rawattn.check.diagnose.read.sums import say_passed, say_sums, say_values
-from rawattn.check.diagnose.read.terms import Term, adding, context_of, term_of
 
 BACKWARD_ONLY = "mask-missing-in-backward"
 TAILS = ("j - seqlen_k // ", "i - seqlen_q // ")  # places behind the last whole tile
@@ -82,13 +79,13 @@ def _map_of_lse(read: Weights) -> tuple[maps.Map, float] | None:
     gone = told & ~seen.any(axis=-1)  # rows with an lse of no keys have no weights
     found = np.where(seen & told[..., None], read.right.S - read.logs, np.nan)
     found[gone] = np.inf
-    held = rows_of(np.where(rights, found, np.nan), noise)
+    held = fields.rows_of(np.where(rights, found, np.nan), noise)
     if (seen != rights & ~gone[..., None])[told].any() or held is None:
         return None
     if not (np.abs(held - read.right.lse) > noise)[told & ~gone].any():  # but for lost rows
         return None
     calls = [(np.where(np.isfinite(L), L, np.inf), at) for L, at in read.calls]
-    return map_of(read.places.question, calls, held, noise)
+    return fields.map_of(read.places.question, calls, held, noise)
 
 
 def _with_lse(by: maps.Map, nothing: float, c: Context) -> Array:

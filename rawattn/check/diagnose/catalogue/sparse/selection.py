@@ -12,7 +12,7 @@ from rawattn.check.diagnose.catalogue.inputs import whole
 from rawattn.check.diagnose.catalogue.masks import windows
 from rawattn.check.diagnose.catalogue.second_order import JVP, SECOND, with_values
 from rawattn.check.diagnose.catalogue.sparse import lists, walks
-from rawattn.check.diagnose.catalogue.tiles import tiles
+from rawattn.check.diagnose.catalogue.stages import tiles
 from rawattn.check.diagnose.engine import attention
 from rawattn.check.diagnose.engine.attention import BACKWARD, FIRST, FORWARD, Bug, See, View, each
 from rawattn.check.diagnose.engine.lists import Ints, Lists, lists_of
