@@ -3,7 +3,6 @@
 import itertools
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from functools import lru_cache, partial
-from operator import attrgetter
 
 import numpy as np
 
@@ -182,6 +181,10 @@ def _read(question: Question, stage: str, wrong: Names, right: Names, b: int) ->
             yield Bug(kind, text, (stage,), steps=steps, alike=alike)
 
 
+def _times(name: str, scaled: bool, c: Context) -> Floats:
+    return np.asarray(getattr(c, name) * (c.s if scaled else 1))
+
+
 def _operands(question: Question, stage: str, wrong: Names, right: Names, b: int) -> Bugs:
     """One product that takes an operand by a map, or another one."""
     beyond = stage in ("second", "jvp")
@@ -210,10 +213,13 @@ def _operands(question: Question, stage: str, wrong: Names, right: Names, b: int
         for operand, other in (pair for some in alike for pair in itertools.permutations(some, 2)):
             if operand in operands:
                 own, of = word(operand, stage), word(other, stage)
-                ways = {f"{of} for {own} in {product}": {operand: attrgetter(other)}}
+                ways = {f"{of} for {own} in {product}": {operand: partial(_times, other, False)}}
+                if own == "P":  # from a buffer of scaled ones
+                    ways[f"s {of} for P in {product}"] = {operand: partial(_times, other, True)}
                 if other in operands and operand < other:
-                    both = {operand: attrgetter(other), other: attrgetter(operand)}
-                    ways[f"{own} and {of} in {product}, exchanged"] = both
+                    both = ((operand, other), (other, operand))
+                    values = {x: partial(_times, y, False) for x, y in both}
+                    ways[f"{own} and {of} in {product}, exchanged"] = values
                 for text, values in ways.items():
                     steps = {step: with_values(step, **values)}
                     yield Bug("arguments-swapped", text, (stage,), steps=steps)

@@ -1,7 +1,6 @@
-"""Where one side differs from the other: the pattern of the wrong rows, and of intermediates, each
-(num_heads_q, seqlen_q, seqlen_k), the first wrong step; E, tP, tdS: tangents of S, P and dS. Which
-pairs of query and key, or rows, a set holds, in words: intervals of one or two integer features,
-found on one problem, which must hold on a second one of other lengths. Long by these rules."""
+"""Where one side differs: the pattern of the wrong rows, and of intermediates, each (num_heads_q,
+seqlen_q, seqlen_k), the first wrong step; E, tP, tdS: tangents of S, P, dS. Which pairs, or rows, a
+set holds: intervals of integer features that hold on other lengths too. Long by these rules."""
 
 import re
 from collections.abc import Iterable, Iterator, Sequence
@@ -98,8 +97,8 @@ def columns(found: Array, due: Array, bad: Array) -> Iterator[str]:
     one = alike(0)
     two = alike(int(one.argmin()))
     if one.any() and (one ^ two).all() and min(one.sum(), two.sum()) > 1:
-        kinds = (named("column", np.flatnonzero(x)) for x in (one, two))
-        yield f"each row is times one number in {', and times another in '.join(kinds)}"
+        first, other = (named("column", np.flatnonzero(x)) for x in (one, two))
+        yield f"each row is times one number in {first}, and times another in {other}"
 
 
 class _Rows:

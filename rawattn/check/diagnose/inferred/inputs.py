@@ -1,7 +1,6 @@
 """Which bug of what is read, or where results are stored? Hundreds of listed ones are tried on one
-sequence. What is too much to list is read off: constants, orders of rows, tiles and heads that hold
-others too, by whole factors, how often gradients of keys have the heads of a group, and sums of
-parts of the keys. Long by the kinds of numbers that are read."""
+sequence. Read off are constants, orders of rows, tiles and heads that hold others too, how often
+gradients of keys have the heads of a group, and sums of parts. Long by the kinds of numbers."""
 
 import math
 from collections.abc import Iterable, Iterator

@@ -35,12 +35,10 @@ QUANTITIES: dict[str, Step] = {  # (heads, n) of a context that a number may hol
     "1 / row_sum": lambda c: np.exp(row_max(c) - c.L),
     "": lambda c: np.ones(c.S.shape[:2]),
     "log(row_sum)": lambda c: c.L - row_max(c),
+    "ddsinks (1 - exp(sink - lse))": lambda c: c.tsink * (1 - c.P0) + 0 * c.L,
 }
 ALL = [*QUANTITIES]
-QUANTITIES["ddsinks (1 - exp(sink - lse))"] = lambda c: c.tsink * (1 - c.P0) + 0 * c.L
-WITH = [*QUANTITIES][len(ALL) :]
-HELD = {"second": ALL + WITH, "jvp": [ALL[1], *ALL[5:], *WITH]}
-HELD |= {"backward": ALL[2:], "forward": ALL[5:]}
+HELD = {"second": ALL, "backward": ALL[2:-1], "jvp": [ALL[1], *ALL[5:]], "forward": ALL[5:-1]}
 OF = {"W": "second-w-omitted", "D": "delta-of-another-out", "e": "tangent-e-omitted"}
 
 

@@ -1,9 +1,7 @@
-"""Which terms of derivatives count otherwise than once: read by least squares. The results of these
-stages are linear in how often each of their terms counts, so that one solution of each tells how
-often it is there, whatever number that is. And which pairs add nothing to gradients, told by the
-rows that are wrong: where pairs are left out for which an integer feature is beyond a bound, just
-those rows are wrong that have such a pair; the bounds with which they are the right ones are
-planted. Long, since bugs of one pass are terms as well as pairs."""
+"""Which terms of derivatives count otherwise than once, by least squares: results are linear in how
+often each counts. And which pairs add nothing to gradients: where those beyond a bound of a feature
+are left out, just the rows are wrong that have such a pair; bounds for which these are right ones
+are planted. Long, since bugs of one pass are terms as well as pairs."""
 
 import re
 from collections.abc import Callable, Iterator, Sequence

@@ -1,7 +1,6 @@
 """``diagnose``: which side is wrong, and which bug it is. Each side is judged on its own: by the
-bugs of the catalogue (``match``), by whose rounding it is (``rounding``), and for bugs that nobody
-can plant by proofs from other runs and structure (``proofs``). Of a large problem that is done with
-a part, and all of its rows are compared once. Long by the evidence in words."""
+bugs of the catalogue (``match``), by its ``rounding``, and by ``proofs`` from other runs and
+structure; of a large problem a part is, and all rows are compared. Long by evidence in words."""
 
 import math
 from collections.abc import Callable, Sequence

@@ -93,18 +93,13 @@ def explain_failures(
     findings = _as_failing(joined.findings)
     every = {str(case): case for kind, _ in found for case in kind}
     findings = [_asked_once_more(candidate, f, every[f.cases[0]]) for f in findings]
-    findings.sort(key=_standing)
+    findings.sort(key=lambda f: (f.bug in NAMELESS, f.rank, any(REFUTED in x for x in f.evidence)))
+    findings.sort(key=lambda f: f.confidence == "low" and any(REFUTED in x for x in f.evidence))
     if findings and (first := findings[0]).side == SIDE and not first.sure:
         fewest = min(cases, key=lambda case: (case.num_heads_q, _plainness(case)))
         some = [*(every[name] for name in first.cases[: LEAST - 1]), fewest]  # heads may differ
         findings[0] = replace(first, least=_least(candidate, first, some) or first.least)
     return replace(joined, findings=tuple(findings))
-
-
-def _standing(f: Finding) -> tuple[bool, bool, int, bool]:
-    """The surest first; what other problems refute, and is a mere hint, after what was read."""
-    refuted = any(REFUTED in x for x in f.evidence)
-    return refuted and f.confidence == "low", f.bug in NAMELESS, f.rank, refuted
 
 
 def _finest(candidate: Candidate, case: Case) -> Case:

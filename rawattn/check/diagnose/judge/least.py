@@ -51,6 +51,7 @@ class Asker(NamedTuple):
         expected = (expect if self.stage in FIRST else expect_second)(case)
         return self.candidate.run(expected), expected.targets
 
+    @np.errstate(invalid="ignore")
     def fails(self, case: Case) -> bool:
         """Whether it fails on a problem; what it raises is another matter."""
         try:
@@ -59,8 +60,7 @@ class Asker(NamedTuple):
             return False
         rounded = ROUNDED * probe.NOISE[case.dtype]
         for name in found.keys() & targets.keys():
-            with np.errstate(invalid="ignore"):
-                off = np.abs(np.subtract(found[name], targets[name].reference, dtype=np.float64))
+            off = np.abs(np.subtract(found[name], targets[name].reference, dtype=np.float64))
             if targets[name].judge(found[name]).verdict == "FAIL" and not (off < rounded).all():
                 return True
         return False
@@ -68,10 +68,8 @@ class Asker(NamedTuple):
 
 def least(asker: Asker, case: Case) -> str:
     """The lengths of the smallest problem on which a pass fails, and what is wrong; "" for none."""
-    sizes = (
-        [case] if asker.stage in FIRST else [replace(case, head_dim=WIDE, head_dim_v=WIDE), case]
-    )
-    tried = (one for of in sizes for one in _tried(of))  # sums of more rows are told by wide ones
+    wide = replace(case, head_dim=WIDE, head_dim_v=WIDE)  # which tell sums of more rows
+    tried = (one for of in (wide, case)[asker.stage in FIRST :] for one in _tried(of))
     for shown in islice(filter(asker.fails, tried), TRIED):
         said = list[str]()
         for moved, one in _moved(asker, shown):

@@ -1,8 +1,7 @@
 """Numbers that were read, of pairs (num_heads_q, total_q, total_k) and of rows, as lse, D or sinks:
-what fits them, in words, and which other rows, heads or sequences they are those of. All pairs of a
-problem as one view, of which steps make what was read; and what its scores are in place of the
-right ones: with a term of places, other functions of themselves, of other heads, of some columns.
-A term fits if its steps give the log-weights that were read. Long, since a term fits a field."""
+what fits them, in words, and which other rows, heads or sequences they are those of. And terms of
+scores, by steps on all pairs as one view: of places, other functions of themselves, of other heads,
+of some columns. A term fits if its steps give the log-weights that were read."""
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass

@@ -1,8 +1,7 @@
-"""What a function does, in words: the fields that were read of its two passes, as readings; and of
-what is asked such that it is a dense forward pass: the sliding branch of block-sparse attention,
-and passes beyond the first order. With tv alone as direction tout, or ddout, is P tv. And what is
-asked as one packed problem, for a function that cannot be called from here: its sequences are some
-of any kind, and behind them those of one question after another, as many."""
+"""What a function does, in words: of its passes, of the sliding branch of block-sparse attention, a
+dense one, and of passes beyond the first order: with tv alone as direction tout, or ddout, is P tv.
+And all that is asked as one packed problem, for a function that cannot be called from here:
+sequences of any kind, and behind them, as many each, those of every question."""
 
 import math
 from collections.abc import Callable, Sequence

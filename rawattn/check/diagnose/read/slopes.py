@@ -9,7 +9,7 @@ import numpy as np
 from rawattn.check.diagnose.engine.attention import STEPS, Context, changed
 from rawattn.check.diagnose.evidence.places import Array, places_of
 from rawattn.check.diagnose.evidence.support import LESS, MORE, Support, support_of
-from rawattn.check.diagnose.read.fields import Field, at, by_head, number, of_distance, of_view
+from rawattn.check.diagnose.read.fields import Field, at, by_head, of_distance, of_view
 from rawattn.check.diagnose.read.forms import Change, Part, by_own_sums, form_of
 from rawattn.check.diagnose.read.probe import Backward
 from rawattn.check.diagnose.read.said import COARSE, Said, of_lists, of_scale
@@ -33,9 +33,8 @@ def said_of_backward(
 def _with_slopes(said: Said, read: Backward, second: Callable[[], Backward]) -> Said:
     """What is said of P, and what is wrong with dS beside it."""
     said.right[:] = [f"P of dv ({', '.join(said.right)})"] if said.right else []
-    if said.unread:  # what dS should be is not known
-        _say_in_place(said, read)
-        return said
+    if said.unread:
+        return said  # what dS should be is not known
     dq = _change(said, read, second, "dq", None)
     dk = _change(said, read, second, "dk", dq)
     if dq.text == dk.text:
@@ -47,18 +46,6 @@ def _with_slopes(said: Said, read: Backward, second: Callable[[], Backward]) -> 
     if dq.masked and read.weights.places.question.sparse and (twice or said.see is not None):
         said.names[:] = ["sparse-inverted-lists"]
     return said
-
-
-def _say_in_place(said: Said, read: Backward) -> None:
-    """Whether dv is made of dS, times some number, and not of P."""
-    w, of = read.weights, read.slopes["dk"]
-    with np.errstate(over="ignore"):
-        dS = np.where(w.places.rights, np.exp(of.S - of.L) * of.slope * (of.dP - of.D), 0.0)
-    found, size = np.nan_to_num(w.P), float((dS**2).sum()) or 1.0
-    times = float((found * dS).sum()) / size
-    if times and np.abs(found - times * dS).max() < 8 * w.noise * abs(times) * np.abs(dS).max():
-        said.wrong[:] = [f"dv is made of {number(times)} dS, not of P"]
-        said.unread[:] = ["by which factor"]
 
 
 def _change(

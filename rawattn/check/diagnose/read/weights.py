@@ -104,8 +104,8 @@ def _say_scores(said: Said, x: Field, second: Callable[[], Weights]) -> None:
     said.term = said.term or (None if read.passed else term_of(x, c, many=True))
     if said.term is not None:
         said.say_term(said.term)
-    elif text := _often(read, second):
-        said.say(text, "tile-counted-twice")
+    elif (several := _repeated(read, second))[0] is not None:
+        said.say(f"keys count up to {several[1][-1]:.0f} times: {several[0]}", "tile-counted-twice")
         said.unread.append("how often each")
     elif text := _of_exp(read, x.there):
         said.say(text, "narrow-intermediate")
@@ -166,10 +166,8 @@ def _by_parts(read: Weights, tile: int, parts: int) -> tuple[Array, dict[str, Ar
     found = centred(low) / read.noise
     down = np.maximum.accumulate(top[..., ::-1], axis=2)[..., ::-1]
     of_parts = {"its row_max": top, "row_max so far": np.maximum.accumulate(top, axis=2)}
-    of_parts |= {
-        "row_max so far, from the last on": down,
-        "its own lse": np.log(np.where(known, sums, 1.0)),
-    }
+    of_parts["row_max so far, from the last on"] = down
+    of_parts["its own lse"] = np.log(np.where(known, sums, 1.0))
     basis = {name: centred(x) / read.noise for name, x in of_parts.items()}
     return (found, basis) if bool(np.abs(found).max() > 8) else None
 
@@ -225,11 +223,8 @@ def _say_support(said: Said, alive: Array) -> None:
 
 def _counted(read: Weights, second: Callable[[], Weights]) -> Term | None:
     """How often, and which, where keys count more than once: to weights the logarithm is added."""
-    (found, known, values), q = _times(read), read.places.question
-    if np.count_nonzero(values > 1) != 1:
-        return None
-    rule = repeated((read.places, found, known), (second().places, *_times(second())[:2]))
-    if rule is None:
+    (rule, values), q = _repeated(read, second), read.places.question
+    if rule is None or len(values) > 1:
         return None
     often, every = int(values[-1]), range(q.num_heads_q if q.sparse else 1)
 
@@ -244,13 +239,12 @@ def _counted(read: Weights, second: Callable[[], Weights]) -> Term | None:
     return adding(of, f"keys count {often} times: {rule}", name)
 
 
-def _often(read: Weights, second: Callable[[], Weights]) -> str:
-    """Which keys count several times, but not all as often, in words; "" if none do."""
+def _repeated(read: Weights, second: Callable[[], Weights]) -> tuple[Rule | None, Array]:
+    """The rule of keys that count more than once, and how often some do."""
     found, known, values = _times(read)
-    if np.count_nonzero(values > 1) < 2:
-        return ""
-    rule = repeated((read.places, found, known), (second().places, *_times(second())[:2]))
-    return f"keys count up to {values[-1]:.0f} times: {rule}" if rule else ""
+    often = values[values > 1]
+    there = [(x.places, *_times(x)[:2]) for x in (second(),)] if len(often) else []
+    return repeated((read.places, found, known), *there) if there else None, often
 
 
 def repeated(*read: tuple[Places, Array, Array]) -> Rule | None:
