@@ -25,8 +25,7 @@ from rawattn.check.expected import Target, expect
 from rawattn.check.second import expect_second
 
 Lengths = tuple[tuple[int, ...], tuple[int, ...]]  # of q and of k
-WIDE = 64  # columns
-TRIED = 4  # problems that fail: of the first ones all may be less than what a table tells
+WIDE, TRIED = 64, 4  # columns; problems that fail, of which some by less than a table tells
 ROUNDED = 1e-2  # of the noise of numbers of about 1: no problem shows a bug by less
 PAIRS = 200_000  # of all heads, of a sequence that is told
 SIZES = (1, 2, 3, 4, 5, 8, 9, 12, 16, 17, 20, 24, 32, 33, 40, 48, 49, 64, 65, 80, 96, 97, 128, 129)
@@ -201,7 +200,7 @@ def _summed(of: Table, q: Question, moved: str) -> Table | None:
             for h in range(head * many, (head + 1) * many) or (head * x.shape[1] // heads,):
                 basis.append(x[:, h])
                 labels += [f"{name}[{n}{f', head {h}' * (many > 1)}]" for n in range(len(x))]
-        rows = np.concatenate(basis)
+        rows = np.nan_to_num(np.concatenate(basis))  # of keys that nobody must see
         shares = [x @ np.linalg.pinv(rows) for x in (of.found[head], of.due[head])]
         if not np.allclose(shares[0] @ rows, of.found[head], rtol=of.noise, atol=of.noise):
             return None  # columns differ in what they are sums of

@@ -1,6 +1,6 @@
-"""Which bug, planted in the float64 computation, gives somebody's numbers down to rounding? By stage
-and precision, the finest first, so that a small bug is not taken for coarse rounding: the right
-computation, then every bug, on all tensors or some. Long, since these are chosen from one fit."""
+"""Which bug, planted in the float64 computation, gives somebody's numbers down to rounding? At one
+precision after the other, the finest first, so that a small bug is not taken for coarse rounding:
+the right computation, then every bug, on all tensors or some. Long, since these are of one fit."""
 
 import itertools
 import math
