@@ -3,7 +3,7 @@
 
 from collections.abc import Callable, Iterator
 from functools import lru_cache, partial
-from itertools import product
+from itertools import islice, product
 from typing import Any
 
 import numpy as np
@@ -18,7 +18,7 @@ from rawattn.check.diagnose.read.probe import Weights
 from rawattn.check.diagnose.read.said import Said
 from rawattn.reference.dense import dead_to_inf
 
-MOST = 3  # of what rows have, in a sum
+MOST, TRIED = 3, 600  # of what rows have, in a sum; sums of keys, of which noise may leave many
 SINK, MORE = "sink", "the larger of row_max and sink"
 ROUNDED = 8e-3  # off by less: sums or weights in 16 bits may be
 TELLING = 0.1  # noise of the logarithm of what is in a row sum, at most, where it tells something
@@ -199,7 +199,7 @@ def _say_lse(said: Said, x: _Read) -> None:
 def _forms(x: _Read, passed: bool) -> Iterator[Form]:
     """What rows may be divided by; ``passed``: with an lse that was made before."""
     if not passed:
-        yield from _of_keys(x) if x.sinks is None else _of_sink(x)
+        yield from islice(_of_keys(x), TRIED) if x.sinks is None else _of_sink(x)
         yield "the row sums are those of the right scores", "", lambda x: Right(x.places).lse
     ratio, mass = (x.total - x.due)[x.known], np.exp(x.total) - np.exp(x.due)
     if np.ptp(ratio) < 8 * x.noise:

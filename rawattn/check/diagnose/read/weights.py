@@ -298,7 +298,7 @@ def class_of(support: Support, alive: Array, *, backward: bool) -> str:
         return BACKWARD_ONLY
     tails = [x.feature.startswith(TAILS) and x[1:] == (0, None) for x in spans]
     last = [x.feature.startswith(LAST) and x[1:] == (0, 0) for x in spans]
-    if any(tails) and all(map(max, tails, last)):
+    if kinds == {LESS} and any(tails) and all(map(max, tails, last)):
         return "tail-tile-dropped"
     one = [span.feature for span in spans if span.low == span.high and "ceil" not in span.feature]
     of_tile = len(spans) == len(one) == 1 and one[0].startswith(("j //", "(seqlen_k - 1) //"))
