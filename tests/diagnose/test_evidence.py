@@ -57,11 +57,6 @@ ROWS: dict[str, tuple[dict[str, Any], str, Callable[..., Any]]] = {
     # a sentence, of a question like this and a tensor, when these rows are wrong
     "the rows with seqlen_q - 1 - i <= 2": ({}, "dq", lambda i, n: n - 1 - i < 3),
     "the rows with i >= 12": ({}, "dq", lambda i, n: i >= 12),
-    "the rows with i >= 20 and i - seqlen_q // 16 * 16 >= 0": (
-        {},
-        "dq",
-        lambda i, n: (i >= 20) & (i >= n // 16 * 16),
-    ),
     "the keys with j - seqlen_k // 32 * 32 >= 0": ({}, "dv", lambda i, n: i >= n - n % 32),
     "the rows with i % 8 <= 3 and i % 16 >= 3": (
         {},

@@ -49,8 +49,7 @@ def alone(bug: Bug, question: Question) -> Answers:
 def test_directions_tell_weights_too() -> None:
     question, batch = posed(RIGHT["float64"])
     answers = plain.answers(wrong(window(right=1), "jvp"), question)
-    jvp = {name: answers[name] for name in STAGES["jvp"]}
-    _, _, told = read_packed(question, jvp, batch)
+    told = read_packed(question, {n: answers[n] for n in STAGES["jvp"]}, batch)[2]
     assert [one.stage for one in told.of] == ["jvp"] and "keys: j - i = 1 " in told.of[0].wrong[0]
 
 
