@@ -57,10 +57,10 @@ class _Read(Rows):
         self.total = np.where(right, self.S - self.logs, 0.0).sum(-1) / np.maximum(right.sum(-1), 1)
         self.noise, self.known = 3 * read.noise, right.any(axis=-1) & read.alive
 
-    def fit(self, of: "Logs", times: int = 1) -> bool:
+    def fit(self, L: Array, times: int = 1) -> bool:
         """Whether these are the logarithms of the sums. NaN of rows that have none: they tell
         nothing, where they are few, or are divided by 1 beside their maximum."""
-        none = np.isnan(L := of(self))
+        none = np.isnan(L)
         few = none[self.known].sum() < fields.FEW * self.known.sum()
         off = np.abs(self.total - np.where(none, self.total if few else self.top, L))
         return bool(off[self.known].max(initial=0) < times * self.noise)
@@ -75,7 +75,7 @@ def say_passed(said: Said) -> None:
     x = _Read(said, said.weights, said.weights.right.lse)
     x.known &= np.isfinite(x.due)
     _say_wrongly(said, x, x.due)
-    if not x.fit(lambda x: x.due, 8):
+    if not x.fit(x.due, 8):
         _say_form(said, x, None)
         if "softmax" in said.steps:
             own = said.steps.pop("softmax")
@@ -86,7 +86,7 @@ def say_sums(said: Said, second: Callable[[], Weights]) -> None:
     """What the weights are divided by, and lse; ``second``: the same on other lengths."""
     x = _Read(said, said.weights)
     _say_wrongly(said, x, None)
-    if x.fit(lambda x: x.due):
+    if x.fit(x.due):
         said.right.append("row sums")
     else:
         _say_form(said, x, second)
@@ -106,11 +106,16 @@ def _say_wrongly(said: Said, x: _Read, due: Array | None) -> None:
 @np.errstate(all="ignore")
 def _say_form(said: Said, x: _Read, second: Callable[[], Weights] | None) -> None:
     """The first form that gives what was read, or what can be said without one."""
+    right, in_some = np.abs(x.total - x.due) < x.noise, ""
+    wrong = x.known & ~right
     for text, name, L in _forms(x, second is None):
-        if x.fit(L) and (second is None or _Read(said, second()).fit(L)):
+        held = L(x)
+        if x.fit(held) and (second is None or (y := _Read(said, second())).fit(L(y))):
             said.say(text, name)
             said.steps["softmax"] = partial(_over, lru_cache(maxsize=2)(partial(_planted, said, L)))
             return
+        if not in_some and (right & x.known).any() and x.fit(np.where(right, x.total, held)):
+            in_some = text
     mass = np.exp(x.total) - np.exp(x.due)
     if np.abs((x.total - x.due)[x.known]).max() < ROUNDED:
         said.unread.append("the row sums are off by less than a hundredth, by no rule")
@@ -119,21 +124,16 @@ def _say_form(said: Said, x: _Read, second: Callable[[], Weights] | None) -> Non
     elif often := _often(x, mass):
         said.say(f"the row sums have exp(0) of what is no key, {often}", "denominator")
     else:  # of a backward pass it may be the lse that was read
-        name = "denominator" * (second is not None)
-        said.say(_of_rows(x, second is None), name)
+        places = ", ".join(where(x.places.question, "lse", wrong.T))
+        text = f"in some rows {in_some}: {places}" if in_some else ""
+        said.say(text or _of_rows(x, wrong, places, not second), "denominator" * bool(second))
 
 
-def _of_rows(x: _Read, passed: bool) -> str:
-    """What row sums are that no form gives in all rows."""
+def _of_rows(x: _Read, wrong: Array, places: str, passed: bool) -> str:
+    """What row sums are that no form gives in the rows that are ``wrong``, which lie there."""
     q, text = x.places.question, "the row sums are wrong, by another number in every row"
-    right = np.abs(x.total - x.due) < x.noise
-    for said, _, L in _forms(x, passed) if (right & x.known).any() else ():
-        some = np.where(right, x.total, L(x))
-        if x.fit(lambda _, some=some: some):  # type: ignore[misc]
-            return f"in some rows {said}: {', '.join(where(q, 'lse', (x.known & ~right).T))}"
     times = np.exp(x.due - x.total)[x.known]
     if passed and np.abs(times - np.rint(times)).max(initial=0.0) < 0.02:
-        places = ", ".join(where(q, "lse", (x.known & ~right).T))
         return f"rows of q count {times.min():.0f} to {times.max():.0f} times in dv: {places}"
     if dtype := fields.few_bits(x.total[x.known], q.dtype.itemsize):
         return f"the lse that rows are divided by is kept in {dtype}"
@@ -143,7 +143,7 @@ def _of_rows(x: _Read, passed: bool) -> str:
             text = f"the row sums{beside} are those of other rows: {told}"
     more = np.log(np.exp(x.total) - np.exp(x.due))
     for rows in (x.due, x.total):
-        if told := fields.other_rows(rows, more, x.known & ~right, q.dtype.itemsize):
+        if told := fields.other_rows(rows, more, wrong, q.dtype.itemsize):
             text = f"the row sums hold, beside their own, those of other rows: {told}"
     return text
 
