@@ -31,6 +31,7 @@ LOWEST = -600.0  # of a running maximum: less than any score, and exp(-LOWEST) i
 FOLLOWS, CLEARLY = 0.5, 0.8  # correlation of an error with a predicted one that names its cause
 FAR_ONLINE = 0.1  # of the size: more is lost by no 16 bits that go from tile to tile
 FEW = 16  # numbers that an error must change, for it to follow anything
+RAISED = 0.8  # of the noise of 16 bits: more than right results with float32 sums have
 NARROWS = 0.4  # of an error: what an intermediate that is rounded may leave of it
 EXACT = 0.01  # the same, beyond doubt
 LEAVES = 0.02  # the same, of a number that is another one
@@ -45,23 +46,31 @@ KEPT = {  # what may be kept in fewer bits, beside S, and the step that makes it
     "second": OF_DERIVATIVES | OF_TANGENTS | {"W": "w", "dS": "dS", "dS'": "tdS", "dP'": "tdP"},
 }
 KEPT_ONLINE = {"P": "exp(S - row maximum so far)", "row_sum": "row_sum", "out": "out"}
+TOP = {"top": "the row maximum between tiles"}
 Rounded = Callable[[Floats], Floats]
 
 
 def of_right(verdict: StageVerdict, side: str, *, zeros: bool) -> list[Finding]:
     """What the errors of a right stage are. zeros: there are tensors of nothing but zeros."""
     finest, narrow = verdict.work.finest.name, verdict.work.question.dtype.itemsize == 2
-    if not verdict.sound or verdict.precision == finest:
+    fits = verdict.work.right_at(verdict.work.finest)
+    fine = [name for name in good(fits) if not narrow or fits[name].rms <= RAISED]
+    if not verdict.sound or len(fine) == len(fits):
         return []
     if not narrow and (found := _of_numbers(verdict, side)):
         return found
     form, told, left = narrowed(verdict, verdict.right)
-    if not (zeros or left < EXACT) and (found := in_16_bits(verdict, side, verdict.right)):
+    allowed = verdict.precision == finest  # of what is coarse without need
+    found = [] if zeros or left < EXACT else in_16_bits(verdict, side, verdict.right)
+    if found and (found[0].sure or not allowed):
         return found
+    if allowed and not (fine or found or left < EXACT):
+        return []
     off = {name: verdict.null[name].relative for name in verdict.right}
     most = max(off, key=lambda name: off[name])
-    said = f"{', '.join(verdict.right)} are right to the rounding of {verdict.precision}, not to "
-    said += f"that of {finest}: {most} is off by {off[most]:.1g} of its size"
+    said = f"{', '.join(verdict.right)} are right to the rounding of {verdict.precision}"
+    said += f", not to that of {finest}" * (not allowed)
+    said += f": {most} is off by {off[most]:.1g} of its size"
     where = f"{verdict.work.stage}: {', '.join(name for name in off if off[name] > off[most] / 8)}"
     # float16 may be TF32, which is allowed of float32 operands and has as many bits: of all of them
     of_64 = verdict.work.question.dtype == np.float64
@@ -69,13 +78,14 @@ def of_right(verdict: StageVerdict, side: str, *, zeros: bool) -> list[Finding]:
     if form and not narrow and (left < EXACT or not operand):
         sure = "medium" if operand or "TF32" in form else "high"
         return [finding(side, "narrow-intermediate", where, sure, (told, said), form=form)]
-    like = form if left < EXACT else f"as if computed in {verdict.precision}"
-    fine = [name for name in good(verdict.work.right_at(verdict.work.finest)) if not narrow]
-    if of_64 or fine:  # what is coarse in some products alone, nobody has asked for
-        like += f", but {', '.join(fine)} as in {finest}" * bool(fine)
+    like = "coarser than need be" if allowed else f"as if computed in {verdict.precision}"
+    like = form if left < EXACT else "sums in 16 bits" if found else like
+    like += f", but {', '.join(fine)} as in {finest}" * bool(fine and left >= EXACT)
+    if of_64 or (fine and not narrow):  # what is coarse in some products alone, nobody asked for
         return [finding(side, "narrow-intermediate", where, "medium", (said,), form=like)]
-    told_so = finding(side, "rounding", where, "high", (said, told)[: 1 + bool(told)], form=like)
-    return [replace(told_so, form=form or None)]
+    evidence = [said, *([told] if told else []), *(x for one in found for x in one.evidence)]
+    told_so = finding(side, "rounding", where, "high", evidence, form=like)
+    return [replace(told_so, form=like if found else form or None)]
 
 
 def _of_numbers(verdict: StageVerdict, side: str) -> list[Finding]:
@@ -183,10 +193,10 @@ def _of_loops(question: Question) -> Iterator[Bug]:
     """A forward pass with what goes from tile to tile, or is merged, in fewer bits."""
     for dtype in NARROW:
         r, name, eight = to_dtype(dtype), np.dtype(dtype).name, np.dtype(dtype).itemsize == 1
-        kept_ones = ["P"] if eight else [*KEPT_ONLINE]
-        for chunk, down, kept in itertools.product(CHUNKS[2:], (False, True), kept_ones):
+        kept_ones = [*(KEPT_ONLINE | TOP).items()][: 1 if eight else None]
+        for (kept, words), chunk, down in itertools.product(kept_ones, CHUNKS[2:], (False, True)):
             tiles = f"by tiles of {chunk} keys,{' downwards,' * down}" if chunk < ALL else "whole,"
-            form = f"{KEPT_ONLINE[kept]}, {tiles} in {name}"
+            form = f"{words}, {tiles} in {name}"
             yield Bug("", form, FORWARD, steps=_online(chunk, down, {kept: r}))
         for at, cut in ({} if eight else splits(question)).items():
 
@@ -216,12 +226,15 @@ def _kept_in(r: Rounded, stage: str) -> Iterator[tuple[str, dict[str, Step]]]:
     if stage == "forward":
         yield "P", {"O": lambda c: STEPS["O"](changed(c, P=r(c.P)))}
         yield "the row sum", {"O": over_narrow}
-    elif stage != "jvp":
-        yield "lse", {"bP": lambda c: STEPS["bP"](changed(c, L=r(c.L)))}
-        yield "lse in base 2", {"bP": lambda c: STEPS["bP"](changed(c, L=r(LOG2_E * c.L) / LOG2_E))}
+    else:
+        step = "P" if stage == "jvp" else "bP"
+        yield "lse", {step: with_values("bP", L=lambda c: r(c.L))}
+        yield "lse in base 2", {step: with_values("bP", L=lambda c: r(LOG2_E * c.L) / LOG2_E)}
     yield "block_scale", {x: with_values(x, G=lambda c: r(c.G)) for x in GATED}
     for words, step in KEPT[stage].items():
         yield words, after(step)
+    if "D" in KEPT[stage]:
+        yield "dout . out, before dlse,", {"D": lambda c: r((c.dO * c.O).sum(axis=-1)) - c.dL}
     if stage == "backward":
         yield "P (of P^T dO) and dS", {"dV": with_values("dV", P=lambda c: r(c.P))} | after("dY")
         yield "D, column by column,", {"D": added_up}
@@ -261,7 +274,7 @@ def _running(dtype: type, chunk: int, alone: bool) -> dict[str, Step]:
 
 def _online(chunk: int, down: bool, kept: Mapping[str, Rounded]) -> dict[str, Step]:
     """The softmax over tiles of ``chunk`` keys, with some of it ``kept`` in fewer bits."""
-    of = {name: kept.get(name, NONE.operation) for name in KEPT_ONLINE}
+    of = {name: kept.get(name, NONE.operation) for name in KEPT_ONLINE | TOP}
 
     def results(c: Context) -> tuple[Floats, Floats]:
         top, total = np.full(c.S.shape[:2], LOWEST), np.zeros(c.S.shape[:2])
@@ -272,7 +285,7 @@ def _online(chunk: int, down: bool, kept: Mapping[str, Rounded]) -> dict[str, St
             factor, weights = np.exp(top - new), np.exp(c.S[..., here] - new[..., None])
             total = of["row_sum"](total * factor + weights.sum(axis=-1))
             out = of["out"](out * factor[..., None] + times(of["P"](weights), c.V[here]))
-            top = new
+            top = of["top"](new)
         if c.sink is not None:
             total = total + np.exp(c.sink - top)
         with np.errstate(divide="ignore"):
