@@ -6,7 +6,7 @@ import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
-from functools import wraps
+from functools import partial, wraps
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +22,14 @@ from rawattn.check.diagnose.files.npz import Saved, dump, load_two
 from rawattn.check.diagnose.findings import Diagnosis, Finding, of_sides
 from rawattn.check.diagnose.harness import pairs
 from rawattn.check.diagnose.judge.diagnosis import diagnose, of_all, sizes_of
-from rawattn.check.diagnose.judge.failures import answers_of, question_of, reference_answers, small
+from rawattn.check.diagnose.judge.failures import (
+    answers_of,
+    gives,
+    once_more,
+    question_of,
+    reference_answers,
+    small,
+)
 from rawattn.check.diagnose.judge.least import of_shortest
 from rawattn.check.diagnose.judge.proofs import meant, of_past, of_sinks
 from rawattn.check.diagnose.logs.explain import explain_log
@@ -263,8 +270,16 @@ def _of_side(name: str, saved: Saved, question: Question, identify: int) -> Diag
         with refused(f"{saved.path}: "):
             here, answers, told = read_packed(question, saved.answers, identify)
         diagnosis = diagnose(here, answers, side=name, told=told)
-        of_rows = of_all(question, saved.answers, name, diagnosis.findings)
-        of_heads = of_sinks(question, saved.answers, name, diagnosis.findings)
+
+        def lacking(f: Finding) -> list[str]:
+            so = gives(question, saved.answers, f.planted, f.tensors)
+            return ["the other sequences of the file"] if so is False else []
+
+        here_gives = partial(gives, here, answers)
+        findings = [once_more(f, here, here_gives, lacking) for f in diagnosis.findings]
+        findings.sort(key=lambda f: f.rank)
+        of_rows = of_all(question, saved.answers, name, findings)
+        of_heads = of_sinks(question, saved.answers, name, findings)
         return replace(diagnosis, findings=(*of_rows, *of_heads))
     diagnosis = diagnose(question, saved.answers, side=name)
     forward = any("forward" in one.stages for one in diagnosis.findings)

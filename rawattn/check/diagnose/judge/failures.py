@@ -4,7 +4,7 @@ between cases and questions: a change of one must be made in the other."""
 
 import math
 from collections import Counter
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import lru_cache, partial
 from itertools import islice
@@ -45,6 +45,9 @@ UNUSED |= {"window": (-1, -1), "own": False, "gate": False, "counts": False}
 REFUTED = "it does not give the numbers of other problems"
 OF_MASKS = (*LOOSE, "tile-skipped")  # told as what is missed, or seen, beside the mask
 FORMS = 12  # and bugs that look the same, of which one may hold on further problems
+Kind = tuple[list[Case], Diagnosis]  # cases of one kind, and what was found
+Gives = Callable[[Mapping[str, Bug], Collection[str]], bool | None]
+Lacking = Callable[[Finding], Iterable[str]]
 LEAST = 3  # kinds of cases that are made smaller
 OFFSETS = ("cu_seqlens_q", "cu_seqlens_k")
 OF_BLOCKS = ("block_indices", "block_counts", "block_scale", "tblock_scale")
@@ -111,9 +114,17 @@ def _finest(candidate: Candidate, case: Case) -> Case:
 
 def _asked_once_more(candidate: Candidate, f: Finding, case: Case) -> Finding:
     """A finding that ``case`` shows, as sure as problems of other lengths and options leave it."""
-    if f.side == SIDE and f.confidence in SURE and (lacks := [*_lacking(candidate, f, case)]):
-        for one in islice(_others(candidate, f, case), FORMS):
-            if not any(_lacking(candidate, one, case)):
+    asked = question_of(candidate.fit(small(case)), clean=True)
+    gives, lacking = partial(_gives, candidate, asked), partial(_lacking, candidate, case)
+    return once_more(f, asked, gives, lacking) if f.side == SIDE else f
+
+
+def once_more(f: Finding, asked: Question, gives: Gives, lacking: Lacking) -> Finding:
+    """A finding of a problem, whose numbers its bugs give, or others; ``lacking``: where they do
+    not give those of other problems."""
+    if f.confidence in SURE and (lacks := [*lacking(f)]):
+        for one in islice(_others(f, asked, gives), FORMS):
+            if not any(lacking(one)):
                 return one
         told = f"{REFUTED}: {', '.join(lacks)}"
         less = CONFIDENCE[f.rank + 1]
@@ -121,10 +132,9 @@ def _asked_once_more(candidate: Candidate, f: Finding, case: Case) -> Finding:
     return f
 
 
-def _others(candidate: Candidate, f: Finding, case: Case) -> Iterator[Finding]:
-    """The same finding with other forms of the bug that the small problem of ``case`` leaves, and
-    then with other bugs that give the numbers there."""
-    asked = question_of(candidate.fit(small(case)), clean=True)
+def _others(f: Finding, asked: Question, gives: Gives) -> Iterator[Finding]:
+    """The same finding with other forms of the bug that the problem leaves, and then with other
+    bugs that give its numbers."""
     found = {(f.bug, form): {**bugs} for form, bugs in f.forms.items()}
     for stage in f.planted:
         more = selection.of_weights(asked) if asked.sparse else ()
@@ -132,13 +142,13 @@ def _others(candidate: Candidate, f: Finding, case: Case) -> Iterator[Finding]:
             found.setdefault((bug.name, bug.variant), {}).setdefault(stage, bug)
     for (name, form), bugs in sorted(found.items(), key=lambda one: one[0][0] != f.bug):
         whole = bugs.keys() == f.planted.keys() and (name, form) != (f.bug, f.form)
-        if whole and _gives(candidate, asked, bugs, f.tensors):
+        if whole and gives(bugs, f.tensors):
             one, of = replace(f, forms={form: bugs}).worded(form), CLASSES[name]
             other = replace(one, bug=name, form=form, planted=bugs, look_at=of.look_at, sight=None)
             yield one if name == f.bug else replace(other, title=f"{of.title}: {form}")
 
 
-def _lacking(candidate: Candidate, f: Finding, case: Case) -> Iterator[str]:
+def _lacking(candidate: Candidate, case: Case, f: Finding) -> Iterator[str]:
     """On which further problems what was planted does not give the function's numbers."""
     if any(not _holds(candidate, f, case, lengths) for lengths in FURTHER):
         yield "at other lengths"
@@ -175,8 +185,19 @@ def _gives(
     """Whether ``candidate`` gives what bugs by stage do; None where one of both cannot be asked."""
     try:
         answers = _once(candidate, asked)
-        due = [solve(asked, stage, bug, given=asked.passed) for stage, bug in bugs.items()]
-    except Exception:  # of what it throws was told before; a plant may be of its problem alone
+    except Exception:  # of what it throws was told before
+        return None
+    return gives(asked, answers, bugs, names)
+
+
+def gives(
+    asked: Question, answers: Answers, bugs: Mapping[str, Bug], names: Collection[str] = TENSORS
+) -> bool | None:
+    """Whether these are the answers with bugs by stage; None where these cannot be planted."""
+    given = asked.given_to_backward(answers)
+    try:
+        due = [solve(asked, stage, bug, given=given) for stage, bug in bugs.items()]
+    except Exception:  # a plant may be of its problem alone
         return None
     for name, x in (pair for of in due for pair in of.items()):
         if name in names and name in answers and x.ndim > 1:  # sums over all rows are apart
@@ -357,9 +378,6 @@ def _as_due(question: Question, answers: Answers) -> Answers:
     with np.errstate(over="ignore"):
         real = {n: x for n, x in answers.items() if x.dtype.name in DTYPES}
         return answers | {n: x.astype(_dtype(question, n)) for n, x in real.items()}
-
-
-Kind = tuple[list[Case], Diagnosis]  # cases of one kind, and what was found
 
 
 def _agree(found: Sequence[Kind], effort: float) -> bool:
