@@ -15,6 +15,7 @@ from rawattn.check.diagnose.catalogue.second_order import at, with_values
 from rawattn.check.diagnose.engine.attention import TILES, Bug, Passed, Same, contexts, sequences
 from rawattn.check.diagnose.engine.question import BY_ROW, OF_KEYS, OF_SLOTS, Question, by_rows
 from rawattn.check.diagnose.engine.steps import LOG2_E, STEPS, Context, Floats, Step, row_max
+from rawattn.check.diagnose.evidence.places import places_of
 from rawattn.check.diagnose.evidence.precision import finite
 from rawattn.check.diagnose.evidence.structure import where
 from rawattn.check.diagnose.evidence.support import NO_RULE
@@ -24,6 +25,7 @@ from rawattn.check.diagnose.read.fields import other_rows, sum_in_words, sums_of
 from rawattn.reference.dense import dead_to_inf
 
 APART = (*OF_SLOTS, "delta")  # results that are made apart
+LOWEST = -(2**40)  # of no key
 TINY = 1e-5  # of numbers: what is less is rounding
 LEAST = 1e-3  # of what numbers are known by in most rows: where it is less they are not known
 QUANTITIES: dict[str, Step] = {  # (heads, n) of a context that a number may hold
@@ -291,4 +293,16 @@ def _summed(question: Question) -> dict[str, Floats]:
     for t in TILES:
         text = f"the last tile of {t} queries of the last sequence"
         found[text] = final & (i // t == (n - 1) // t)
+    x = places_of(question)
+    ends = [np.where(x.right, by * x.j, LOWEST).max(axis=1, initial=LOWEST) for by in (1, -1)]
+    for own, t in product(TILES, TILES):  # what a loop visits, from the first to the last key
+        tile = np.unique(np.stack([b, i // own]), axis=1, return_inverse=True)[1].ravel()
+        last, first = (np.full(len(b), LOWEST) for _ in ends)
+        for of, end in zip((last, first), ends, strict=True):
+            np.maximum.at(of, tile, end)
+        visits = np.where(last < 0, 0, last // t - -first // t + 1)[tile]
+        if not any(np.array_equal(visits, often) for often in found.values()):
+            found[f"{OF_ALL}, once for every tile of {t} keys that its {own} queries visit,"] = (
+                visits
+            )
     return {of: rows * (b >= 0) for of, rows in found.items()}
