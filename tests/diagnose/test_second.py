@@ -41,6 +41,9 @@ PLANTS: dict[str, Hooks] = {
     "E in bfloat16": NARROW,
     "without seqlen_k - seqlen_q": NOT_ALIGNED,
     "W holds W - e": {"W": lambda c, x: x - (c.P * c.E).sum(axis=1, keepdims=True)},
+    "ddlse holds row_sum e": {
+        "e in tlse": lambda c, x: x * np.exp(c.L - c.S.max(1, keepdims=True))
+    },
 }
 IN_BASE_2 = {"softmax": lambda c, x: (c.top + (x[0] - c.top) / LN_2, x[1])}
 NO_LOG = {"softmax": lambda c, x: (c.top + np.exp(x[0] - c.top), x[1])}
