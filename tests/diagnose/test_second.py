@@ -37,13 +37,12 @@ def of_packed(a: Any, q: Any) -> Any:
 PLANTS: dict[str, Hooks] = {
     "dS ddk of gq, times 0.37": {"dS tK": by(0.37)},
     "dS^T ddq of gk half of it": {"dS tQ": by(0.5)},
+    ", of dS ddk of gq alone": {"tK of gq": lambda c, x: x * (c.j.T < 48)},
     "in the first pass alone": {"P in ddout": unmasked},
     "E in bfloat16": NARROW,
     "without seqlen_k - seqlen_q": NOT_ALIGNED,
     "W holds W - e": {"W": lambda c, x: x - (c.P * c.E).sum(axis=1, keepdims=True)},
-    "ddlse holds row_sum e": {
-        "e in tlse": lambda c, x: x * np.exp(c.L - c.S.max(1, keepdims=True))
-    },
+    "ddlse holds row_sum e": {"e in tlse": lambda c, x: x * np.exp(c.L - c.S.max(1)[:, None])},
 }
 IN_BASE_2 = {"softmax": lambda c, x: (c.top + (x[0] - c.top) / LN_2, x[1])}
 NO_LOG = {"softmax": lambda c, x: (c.top + np.exp(x[0] - c.top), x[1])}

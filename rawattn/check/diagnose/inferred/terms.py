@@ -4,7 +4,7 @@ are left out, just the rows are wrong that have such a pair; bounds for which th
 are planted. Long, since bugs of one pass are terms as well as pairs."""
 
 import re
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import replace
 from functools import lru_cache, partial
 from itertools import chain, product
@@ -193,24 +193,35 @@ def pairs_dropped(sample: Sample) -> Iterator[Bug]:
     places, wrong = places_of(sample.question), {side: _wrong(sample, side, told) for side in "qk"}
     if not steps or all(x is None or x.all() for x in wrong.values()):
         return
-    sets, said = [(*told, *more) for more in WITH_FIRST_PASS] if first else [steps], set()
+    sets = [*_sums(sample, [(*told, *more) for more in WITH_FIRST_PASS] if first else [steps])]
+    said = set[bytes]()
     for span in sorted(_spans(places, wrong), key=partial(_odd, places)):
         dropped = span.holds(places) & places.right
         if (key := dropped.tobytes()) in said or (dropped == places.right).all():
             continue
         said.add(key)
-        for some in sets:
-            of = [*chain(*(sorted(RESULTS[step] & sample.found.keys()) for step in some))]
-            text = _words(span, places) + f", of {', '.join(of)}" * first
-            planted = {step: partial(_without, span, step) for step in some}
-            yield Bug("pairs-dropped", text, (sample.stage,), steps=planted)
+        for text, sums in sets:
+            planted = {step: partial(_without, span, step, names) for step, names in sums.items()}
+            yield Bug("pairs-dropped", _words(span, places) + text, (sample.stage,), steps=planted)
+
+
+def _sums(
+    sample: Sample, sets: Sequence[Sequence[str]]
+) -> Iterator[tuple[str, dict[str, Collection[str]]]]:
+    """Which operands of which steps lack pairs, in words: all, and of one step each one alone."""
+    for steps in sets:
+        of = [*chain(*(sorted(RESULTS[step] & sample.found.keys()) for step in steps))]
+        yield f", of {', '.join(of)}" * (len(sets) > 1), {step: OPERANDS[step] for step in steps}
+    for text, (name, sites, _) in second_order.TERMS.items():
+        if [[second_order.SITES[site] for site in sites]] == [*map(list, sets)]:
+            yield f", of {text} alone", {sets[0][0]: [name]}
 
 
 def _odd(places: Places, span: Span) -> int:
     """Whether it is a bound of a loop that is not next to where it must be, of another side of the
-    window, or of tiles that are not square."""
+    window, or of tiles that are not square; or of parts of a sequence."""
     if not (loop := LOOP.search(span.feature)):
-        return 0
+        return 3 * ("ceil" in span.feature)
     of_right = (span.low is not None) == span.feature.startswith("j")
     due = f" {'+' if span.low is not None else '-'} window_{'right' if of_right else 'left'}"
     far, wide = 1 not in (span.low, -(span.high or 0)), f"// {loop[3]}" not in span.feature
@@ -262,7 +273,8 @@ def _bounds(name: str, places: Places, wrong: dict[str, np.ndarray | None]) -> I
             yield Span(name, int(bound), None) if sign > 0 else Span(name, None, -int(bound))
 
 
-def _without(span: Span, step: str, c: Context) -> Floats:  # e is known behind the loop
+def _without(span: Span, step: str, names: Collection[str], c: Context) -> Floats:
+    """A step without these pairs in its operands; e is known behind the loop."""
     kept = ~of_pairs(c, span.holds(places_of(c.question))[None])
-    operands = {name: np.where(kept, getattr(c, name), 0.0) for name in OPERANDS[step]}
+    operands = {name: np.where(kept, getattr(c, name), 0.0) for name in names}
     return np.asarray((by_given_out if step == "tO" else STEPS[step])(changed(c, **operands)))
