@@ -8,6 +8,7 @@ from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import replace
 from functools import lru_cache, partial
 from itertools import chain, product
+from typing import Any
 
 import numpy as np
 
@@ -33,6 +34,13 @@ STEP, TOLD = 1e-3, 1e-2  # of a factor of all scores; of what is off, that it ma
 MOST = 4  # bugs of one pass, for each tensor
 EFFORT = 2000.0  # units, for bugs of one pass
 OF_SCALE = ("constant-factor", "second-term-dropped")  # what softmax_scale may be a factor of
+KNOWN: dict[str, Callable[[Question], float]] = {  # factors of terms
+    "with the default softmax_scale": lambda q: q.q.shape[2] ** -0.5 / q.scale,
+    **{"without s": lambda q: 1 / q.scale, "with s twice": lambda q: q.scale},
+    **{"in base 2": lambda q: LOG2_E, "times ln 2": lambda q: 1 / LOG2_E},
+    **{"with the wrong sign": lambda q: -1.0, "twice": lambda q: 2.0, "half of it": lambda q: 0.5},
+}
+OF_S = {*list(KNOWN)[:5]}
 GRADIENTS = ("dQ", "dK", "dV", "gQ", "gK", "gV")
 OF_FIRST_PASS = ("e", "tO")  # of a double backward; what is wrong there is so in all gradients
 WITH_FIRST_PASS = ((), ("gQ",), ("gK", "gV"), ("gQ", "gK", "gV"))
@@ -161,26 +169,29 @@ def _alone(sample: Sample, plant: Callable[[Bug], Bug] = lambda bug: bug) -> lis
             of = finite(by_rows(tensor, one[tensor]) - right).ravel()[at]
             by = float(of @ due) / float(of @ of) if of.any() else 0.0
             if due @ due - by * (of @ due) <= allowed:
-                name, form, factor = _told(sample, term, 1 + by)
-                bug = Bug(name, form, (sample.stage,), steps=term.of(factor))
-                bugs.setdefault(name + form, plant(bug))
+                for bug in _told(sample, term, 1 + by):
+                    bugs.setdefault(bug.name + bug.variant, plant(bug))
     return [*bugs.values()]
 
 
-def _told(sample: Sample, term: second_order.Term, factor: float) -> tuple[str, str, float]:
-    """The class of what counts so often, in words, and the number that is meant."""
-    s, default = sample.question.scale, sample.question.q.shape[2] ** -0.5
-    scales = {"with the default softmax_scale": default / s, "without s": 1 / s, "with s twice": s}
-    scales |= {"in base 2": LOG2_E, "times ln 2": 1 / LOG2_E}
-    known = {**scales, "with the wrong sign": -1.0, "twice": 2.0, "half of it": 0.5}
+def _told(sample: Sample, term: second_order.Term, factor: float) -> Iterator[Bug]:
+    """What counts so often: a bug of each number that may be meant, as other questions have it."""
+    q, stages = sample.question, (sample.stage,)
+    near = {words: of for words, of in KNOWN.items() if abs(factor / of(q) - 1) < NEAR}
     if abs(factor) < NEAR:
-        return term.name, term.none, 0.0
-    near = {words: x for words, x in known.items() if abs(factor / x - 1) < NEAR}
-    if not near:
-        return term.other, f"{term.text}, times {number(factor)}", factor
+        yield Bug(term.name, term.none, stages, steps=term.of(0.0))
+    elif not near:
+        text = f"{term.text}, times {number(factor)}"
+        yield Bug(term.other, text, stages, steps=term.of(factor))
     scale = "output-scale" if sample.stage == "backward" else "tangent-scale"
-    name = scale if near.keys() & scales.keys() and term.other in OF_SCALE else term.other
-    return name, f"{term.text} {' or '.join(near)}", next(iter(near.values()))
+    name = scale if near.keys() & OF_S and term.other in OF_SCALE else term.other
+    for words, of in near.items():
+        steps = {step: partial(_often, term, of, step) for step in term.of(1.0)}
+        yield Bug(name, f"{term.text} {words}", stages, steps=steps)
+
+
+def _often(term: second_order.Term, of: Callable[[Question], float], step: str, c: Context) -> Any:
+    return term.of(of(c.question))[step](c)
 
 
 def pairs_dropped(sample: Sample) -> Iterator[Bug]:
