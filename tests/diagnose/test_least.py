@@ -2,6 +2,7 @@
 problem at hand bears out is not sure."""
 
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -9,10 +10,11 @@ import pytest
 
 from rawattn.check.cases import standard
 from rawattn.check.diagnose.judge.failures import explain_failures, reference_answers
-from rawattn.check.diagnose.judge.least import of_shortest
+from rawattn.check.diagnose.judge.least import Asker, entries, of_shortest
 from rawattn.check.diagnose.judge.proofs import finding
+from rawattn.check.diagnose.read.tables import told
 from tests.diagnose.called import candidate, wrong
-from tests.diagnose.plain import LN_2, Head
+from tests.diagnose.plain import FLOAT64, LN_2, Head, answers
 from tests.diagnose.problems import packed
 
 CASES = {case.name: case for case in standard("small")}
@@ -61,12 +63,22 @@ def test_all_that_is_wrong_is_told(name: str) -> None:
     assert not first.sure and text in (first.least if name in WRONG else first.title), first
 
 
+@pytest.mark.parametrize(("name", "of", "alone"), [("ddout", "E", "tk"), ("gq", "tdP", "tv")])
+def test_whose_product_an_entry_holds(name: str, of: str, alone: str) -> None:
+    hooks = {of: lambda c, x: np.where(c.j == 9, np.roll(x, 5, axis=1), x)}
+    question = packed((12,), FLOAT64, moved=True)
+    question = replace(question, **{t: None for t in ("tq", "tk", "tv") if t != alone})
+    asker: Any = Asker(None, "second", None, partial(answers, wrong(hooks, "second")))
+    said = told(next(entries(asker, question, name)), question)
+    assert f"all of j = 9, each has {of} of j -5: i = 9 to 11" in said
+
+
 def test_the_shortest_sequence_of_arrays_is_told() -> None:
     question = packed((40, 3), heads=(2, 1), moved=True)
-    answers = reference_answers(question)
-    answers["gv"] = answers["gv"] - np.asarray(question.dout)[:, :1]
+    given = reference_answers(question)
+    given["gv"] = given["gv"] - np.asarray(question.dout)[:, :1]
     found = finding("A", "unknown", "second: gv", "low", [])
-    assert "gv is wrong" in of_shortest(question, answers, found).least
+    assert "gv is wrong" in of_shortest(question, given, found).least
 
 
 def test_a_name_is_asked_on_other_problems() -> None:

@@ -9,6 +9,7 @@ import ml_dtypes
 import numpy as np
 import pytest
 
+from rawattn.check.diagnose.engine.attention import solve
 from rawattn.check.diagnose.engine.question import STAGES, Answers, Question
 from rawattn.check.diagnose.judge.diagnosis import diagnose
 from rawattn.check.diagnose.read.name import read
@@ -37,10 +38,12 @@ def of_packed(a: Any, q: Any) -> Any:
 PLANTS: dict[str, Hooks] = {
     "dS ddk of gq, times 0.37": {"dS tK": by(0.37)},
     "dS^T ddq of gk half of it": {"dS tQ": by(0.5)},
+    ", of dS ddk of gq alone": {"tK of gq": lambda c, x: x * (c.j.T < 48)},
     "in the first pass alone": {"P in ddout": unmasked},
     "E in bfloat16": NARROW,
     "without seqlen_k - seqlen_q": NOT_ALIGNED,
     "W holds W - e": {"W": lambda c, x: x - (c.P * c.E).sum(axis=1, keepdims=True)},
+    "ddlse holds row_sum e": {"e in tlse": lambda c, x: x * np.exp(c.L - c.S.max(1)[:, None])},
 }
 IN_BASE_2 = {"softmax": lambda c, x: (c.top + (x[0] - c.top) / LN_2, x[1])}
 NO_LOG = {"softmax": lambda c, x: (c.top + np.exp(x[0] - c.top), x[1])}
@@ -85,3 +88,15 @@ def test_a_direction_without_the_other() -> None:
     question = replace(packed((21, 40), FLOAT64, moved=True), tq=None)
     (found,) = diagnose(question, answers(plant, question)).findings
     assert found.bug == "direction-ignored" and "tk, where tq is None" in found.title
+
+
+def test_factors_that_one_scale_does_not_tell_apart() -> None:
+    plant = Planted("", "", ("jvp",), kernel({"E": by(0.5)}), gives=("jvp",))
+    question = replace(packed((21, 40), FLOAT64, moved=True), softmax_scale=0.5)
+    (found,) = diagnose(question, answers(plant, question)).findings
+    forms = "E with the default softmax_scale", "E with s twice", "E half of it"
+    assert {*forms} <= found.forms.keys(), found.forms
+    for form, factor in zip(forms, (0.0625, 4.0, 0.5), strict=True):
+        other, (bug,) = replace(question, softmax_scale=4.0), found.forms[form].values()
+        of_E = replace(plant, kernel=kernel({"E": by(factor)}))
+        assert np.allclose(solve(other, "jvp", bug)["tlse"], answers(of_E, other)["tlse"])

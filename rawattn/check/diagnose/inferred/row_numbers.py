@@ -21,6 +21,7 @@ from rawattn.check.diagnose.evidence.structure import where
 from rawattn.check.diagnose.evidence.support import NO_RULE
 from rawattn.check.diagnose.inferred.sample import Sample
 from rawattn.check.diagnose.inferred.terms import CLEAR, CLOSE
+from rawattn.check.diagnose.read.fields import of_view as of_pairs
 from rawattn.check.diagnose.read.fields import other_rows, sum_in_words, sums_of
 from rawattn.reference.dense import dead_to_inf
 
@@ -38,10 +39,19 @@ QUANTITIES: dict[str, Step] = {  # (heads, n) of a context that a number may hol
     "": lambda c: np.ones(c.S.shape[:2]),
     "log(row_sum)": lambda c: c.L - row_max(c),
     "ddsinks (1 - exp(sink - lse))": lambda c: c.tsink * (1 - c.P0) + 0 * c.L,
+    "row_sum e": lambda c: QUANTITIES["row_sum"](c) * c.e,
+    "e of the query's own block": lambda c: _of_own(c),
 }
 ALL = [*QUANTITIES]
-HELD = {"second": ALL, "backward": ALL[2:-1], "jvp": [ALL[1], *ALL[5:]], "forward": ALL[5:-1]}
+HELD = {"second": ALL, "backward": ALL[2:-3], "jvp": [ALL[1], *ALL[5:]], "forward": ALL[5:-3]}
 OF = {"W": "second-w-omitted", "D": "delta-of-another-out", "e": "tangent-e-omitted"}
+
+
+def _of_own(c: Context) -> Floats:
+    """What the block that a query stands in adds to e."""
+    places, size = places_of(c.question), c.question.block_size
+    own = (places.j // size == places.p // size) if c.question.sparse else 0 * places.j
+    return np.asarray((c.P * of_pairs(c, own[None]) * np.where(c.W > 0, c.E, 0.0)).sum(axis=-1))
 
 
 class Rows(NamedTuple):

@@ -4,10 +4,11 @@ are left out, just the rows are wrong that have such a pair; bounds for which th
 are planted. Long, since bugs of one pass are terms as well as pairs."""
 
 import re
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import replace
 from functools import lru_cache, partial
 from itertools import chain, product
+from typing import Any
 
 import numpy as np
 
@@ -33,6 +34,13 @@ STEP, TOLD = 1e-3, 1e-2  # of a factor of all scores; of what is off, that it ma
 MOST = 4  # bugs of one pass, for each tensor
 EFFORT = 2000.0  # units, for bugs of one pass
 OF_SCALE = ("constant-factor", "second-term-dropped")  # what softmax_scale may be a factor of
+KNOWN: dict[str, Callable[[Question], float]] = {  # factors of terms
+    "with the default softmax_scale": lambda q: q.q.shape[2] ** -0.5 / q.scale,
+    **{"without s": lambda q: 1 / q.scale, "with s twice": lambda q: q.scale},
+    **{"in base 2": lambda q: LOG2_E, "times ln 2": lambda q: 1 / LOG2_E},
+    **{"with the wrong sign": lambda q: -1.0, "twice": lambda q: 2.0, "half of it": lambda q: 0.5},
+}
+OF_S = {*list(KNOWN)[:5]}
 GRADIENTS = ("dQ", "dK", "dV", "gQ", "gK", "gV")
 OF_FIRST_PASS = ("e", "tO")  # of a double backward; what is wrong there is so in all gradients
 WITH_FIRST_PASS = ((), ("gQ",), ("gK", "gV"), ("gQ", "gK", "gV"))
@@ -161,26 +169,29 @@ def _alone(sample: Sample, plant: Callable[[Bug], Bug] = lambda bug: bug) -> lis
             of = finite(by_rows(tensor, one[tensor]) - right).ravel()[at]
             by = float(of @ due) / float(of @ of) if of.any() else 0.0
             if due @ due - by * (of @ due) <= allowed:
-                name, form, factor = _told(sample, term, 1 + by)
-                bug = Bug(name, form, (sample.stage,), steps=term.of(factor))
-                bugs.setdefault(name + form, plant(bug))
+                for bug in _told(sample, term, 1 + by):
+                    bugs.setdefault(bug.name + bug.variant, plant(bug))
     return [*bugs.values()]
 
 
-def _told(sample: Sample, term: second_order.Term, factor: float) -> tuple[str, str, float]:
-    """The class of what counts so often, in words, and the number that is meant."""
-    s, default = sample.question.scale, sample.question.q.shape[2] ** -0.5
-    scales = {"with the default softmax_scale": default / s, "without s": 1 / s, "with s twice": s}
-    scales |= {"in base 2": LOG2_E, "times ln 2": 1 / LOG2_E}
-    known = {**scales, "with the wrong sign": -1.0, "twice": 2.0, "half of it": 0.5}
+def _told(sample: Sample, term: second_order.Term, factor: float) -> Iterator[Bug]:
+    """What counts so often: a bug of each number that may be meant, as other questions have it."""
+    q, stages = sample.question, (sample.stage,)
+    near = {words: of for words, of in KNOWN.items() if abs(factor / of(q) - 1) < NEAR}
     if abs(factor) < NEAR:
-        return term.name, term.none, 0.0
-    near = {words: x for words, x in known.items() if abs(factor / x - 1) < NEAR}
-    if not near:
-        return term.other, f"{term.text}, times {number(factor)}", factor
+        yield Bug(term.name, term.none, stages, steps=term.of(0.0))
+    elif not near:
+        text = f"{term.text}, times {number(factor)}"
+        yield Bug(term.other, text, stages, steps=term.of(factor))
     scale = "output-scale" if sample.stage == "backward" else "tangent-scale"
-    name = scale if near.keys() & scales.keys() and term.other in OF_SCALE else term.other
-    return name, f"{term.text} {' or '.join(near)}", next(iter(near.values()))
+    name = scale if near.keys() & OF_S and term.other in OF_SCALE else term.other
+    for words, of in near.items():
+        steps = {step: partial(_often, term, of, step) for step in term.of(1.0)}
+        yield Bug(name, f"{term.text} {words}", stages, steps=steps)
+
+
+def _often(term: second_order.Term, of: Callable[[Question], float], step: str, c: Context) -> Any:
+    return term.of(of(c.question))[step](c)
 
 
 def pairs_dropped(sample: Sample) -> Iterator[Bug]:
@@ -193,24 +204,35 @@ def pairs_dropped(sample: Sample) -> Iterator[Bug]:
     places, wrong = places_of(sample.question), {side: _wrong(sample, side, told) for side in "qk"}
     if not steps or all(x is None or x.all() for x in wrong.values()):
         return
-    sets, said = [(*told, *more) for more in WITH_FIRST_PASS] if first else [steps], set()
+    sets = [*_sums(sample, [(*told, *more) for more in WITH_FIRST_PASS] if first else [steps])]
+    said = set[bytes]()
     for span in sorted(_spans(places, wrong), key=partial(_odd, places)):
         dropped = span.holds(places) & places.right
         if (key := dropped.tobytes()) in said or (dropped == places.right).all():
             continue
         said.add(key)
-        for some in sets:
-            of = [*chain(*(sorted(RESULTS[step] & sample.found.keys()) for step in some))]
-            text = _words(span, places) + f", of {', '.join(of)}" * first
-            planted = {step: partial(_without, span, step) for step in some}
-            yield Bug("pairs-dropped", text, (sample.stage,), steps=planted)
+        for text, sums in sets:
+            planted = {step: partial(_without, span, step, names) for step, names in sums.items()}
+            yield Bug("pairs-dropped", _words(span, places) + text, (sample.stage,), steps=planted)
+
+
+def _sums(
+    sample: Sample, sets: Sequence[Sequence[str]]
+) -> Iterator[tuple[str, dict[str, Collection[str]]]]:
+    """Which operands of which steps lack pairs, in words: all, and of one step each one alone."""
+    for steps in sets:
+        of = [*chain(*(sorted(RESULTS[step] & sample.found.keys()) for step in steps))]
+        yield f", of {', '.join(of)}" * (len(sets) > 1), {step: OPERANDS[step] for step in steps}
+    for text, (name, sites, _) in second_order.TERMS.items():
+        if [[second_order.SITES[site] for site in sites]] == [*map(list, sets)]:
+            yield f", of {text} alone", {sets[0][0]: [name]}
 
 
 def _odd(places: Places, span: Span) -> int:
     """Whether it is a bound of a loop that is not next to where it must be, of another side of the
-    window, or of tiles that are not square."""
+    window, or of tiles that are not square; or of parts of a sequence."""
     if not (loop := LOOP.search(span.feature)):
-        return 0
+        return 3 * ("ceil" in span.feature)
     of_right = (span.low is not None) == span.feature.startswith("j")
     due = f" {'+' if span.low is not None else '-'} window_{'right' if of_right else 'left'}"
     far, wide = 1 not in (span.low, -(span.high or 0)), f"// {loop[3]}" not in span.feature
@@ -262,7 +284,8 @@ def _bounds(name: str, places: Places, wrong: dict[str, np.ndarray | None]) -> I
             yield Span(name, int(bound), None) if sign > 0 else Span(name, None, -int(bound))
 
 
-def _without(span: Span, step: str, c: Context) -> Floats:  # e is known behind the loop
+def _without(span: Span, step: str, names: Collection[str], c: Context) -> Floats:
+    """A step without these pairs in its operands; e is known behind the loop."""
     kept = ~of_pairs(c, span.holds(places_of(c.question))[None])
-    operands = {name: np.where(kept, getattr(c, name), 0.0) for name in OPERANDS[step]}
+    operands = {name: np.where(kept, getattr(c, name), 0.0) for name in names}
     return np.asarray((by_given_out if step == "tO" else STEPS[step])(changed(c, **operands)))

@@ -15,12 +15,14 @@ from rawattn.check.cases import Case, in_use
 from rawattn.check.diagnose.engine.attention import FIRST, solve
 from rawattn.check.diagnose.engine.question import STAGES, Answers, Question, by_rows, part, side_of
 from rawattn.check.diagnose.findings import Finding
+from rawattn.check.diagnose.inferred.row_numbers import Rows
 from rawattn.check.diagnose.judge.diagnosis import costs_of, sizes_of
 from rawattn.check.diagnose.read import probe
+from rawattn.check.diagnose.read.fields import NEAR
 from rawattn.check.diagnose.read.name import READ, ask_branch
 from rawattn.check.diagnose.read.probe import OF_DERIVATIVES, Ask, Refused
 from rawattn.check.diagnose.read.said import branch_of, largest
-from rawattn.check.diagnose.read.tables import OFF, ROW, Table, tables_of, told
+from rawattn.check.diagnose.read.tables import OFF, ROW, Table, Whose, tables_of, told
 from rawattn.check.expected import Target, expect
 from rawattn.check.second import expect_second
 
@@ -31,10 +33,15 @@ PAIRS = 200_000  # of all heads, of a sequence that is told
 SIZES = (1, 2, 3, 4, 5, 8, 9, 12, 16, 17, 20, 24, 32, 33, 40, 48, 49, 64, 65, 80, 96, 97, 128, 129)
 FEW = (1, 2, 4, 9, 17, 33, 65)
 MOVED = {"second": "dd", "jvp": "t"}  # what directions are called
-# of what each is linear in, and of which unit vectors tell it
-LINEAR = {"tout": ("v", "P o (E - e)"), "ddout": ("v", "P o (E - e)"), "gq": ("k", "tdS")}
-LINEAR |= {"gk": ("q", "tdS"), "gv": ("dout", "tP")}
-LINEAR |= {"dq": ("k", "dS"), "dk": ("q", "dS"), "dv": ("dout", "P")}  # that READ may refuse
+
+# what each tells by unit vectors of an operand, or of its direction
+OF_V = {"v": "P o (E - e)", "tv": "P"}
+LINEAR = {"tout": OF_V, "ddout": OF_V, "gv": {"dout": "P o (E - e)"}}
+LINEAR |= {"gq": {"k": "tdS", "tk": "dS"}, "gk": {"q": "tdS", "tq": "dS"}}
+LINEAR |= {"dq": {"k": "dS"}, "dk": {"q": "dS"}, "dv": {"dout": "P"}}  # that READ may refuse
+# P o (x - n): the number n of a row, and the product x of queries and keys
+LESS = {"P o (E - e)": ("e", "E"), "tdS": ("W", "tdP"), "dS": ("D", "dP"), "P": ("", "dP")}
+PRODUCTS = {"E": (("tq", "k"), ("q", "tk")), "tdP": (("dout", "tv"),), "dP": (("dout", "v"),)}
 OF_VALUES = ("out", "sliding out", "dv", "gv", "ddout", "jvp out", "tout")  # as wide as v
 
 
@@ -70,6 +77,8 @@ def least(asker: Asker, case: Case) -> str:
     wide = replace(case, head_dim=WIDE, head_dim_v=WIDE)  # which tell sums of more rows
     tried = (one for of in (wide, case)[asker.stage in FIRST :] for one in _tried(of))
     for shown in islice(filter(asker.fails, tried), TRIED):
+        fine = replace(shown, dtype="float64")
+        shown = fine if asker.fails(fine) else shown
         said = list[str]()
         for moved, one in _moved(asker, shown):
             question = asker.question(one)
@@ -133,7 +142,7 @@ def _fields(asker: Asker, case: Case, question: Question) -> Iterator[Table]:
         target = targets[name]
         if name in LINEAR and target.judge(found[name]).verdict == "FAIL":
             with suppress(Refused):
-                yield _entries(asker, question, name)
+                yield from entries(asker, question, name)
         yield _of_rows(name, found[name], target.reference, question, target.allowance())
 
 
@@ -163,22 +172,83 @@ def _of_rows(name: str, found: Any, due: Any, question: Question, off: float) ->
     return _summed(of_rows, question, moved) or of_rows
 
 
-def _entries(asker: Asker, question: Question, name: str) -> Table:
-    """The intermediate that a result is linear in, entry by entry."""
-    of, what = LINEAR[name]
-    still = {} if (x := getattr(question, f"t{of}", None)) is None else {f"t{of}": np.zeros_like(x)}
-    read = partial(probe.read_entries, name=name, of=of, question=replace(question, **still))
-    found, due = read(asker.ask), read(partial(solve, stage=asker.stage))
-    if of == "v":  # what is off by one number times P in a row is so by e, which all of E is in
-        P = np.abs(read(lambda x: {name: solve(x, "forward")["out"]}))
+def entries(asker: Asker, question: Question, name: str) -> Iterator[Table]:
+    """The intermediates that a result is linear in, entry by entry, but for what is off by a number
+    of each row times P; and that number."""
+    near, stage = probe.NOISE[question.dtype.name], asker.stage
+    for units, what in LINEAR[name].items():
+        if getattr(question, units) is None:
+            continue
+        of, (number, product), asked = units.removeprefix("t"), LESS[what], list[Question]()
+        other = of if of != units else f"t{of}"
+        if (kept := getattr(question, other, None)) is not None:  # in the columns of no unit vector
+            kept = np.concatenate([0 * kept[..., : len(kept)], kept[..., len(kept) :]], axis=-1)
+        still: Any = {} if kept is None or of != units else {other: kept}
+        read = partial(probe.read_entries, question=replace(question, **still), name=name, of=of)
+        every: Any = asker.ask, partial(solve, stage=stage), partial(_weights, asked, units, name)
+        if of != units:
+            every = (partial(_turned, of, kept, ask) for ask in every)
+        found, due, P = map(read, every)
+        P, size = P * (question.scale if of in "qk" else 1.0), np.zeros(P.shape[:2])
         with np.errstate(divide="ignore", invalid="ignore"):
             off = np.where(P > 0, (found - due) / P, np.nan)
-        near = probe.NOISE[question.dtype.name]
-        for h, i in np.argwhere(np.isfinite(off).any(axis=2)):
+        for h, i in np.argwhere(np.isfinite(off).any(axis=2)) if number else ():
             alike = largest(off[h, i], near)
-            found[h, i] -= P[h, i] * (off[h, i][alike].mean() if alike.sum() > 1 else 0.0)
-        what += ", but for e,"
-    return Table(f"{what} of {name}", found, due, "q", "j", OFF * probe.NOISE[question.dtype.name])
+            size[h, i] = off[h, i][alike].mean() if alike.sum() > 1 else 0.0
+        found = found - P * size[..., None]
+        whose = _whose(asked[0], stage, number, product, P, found - due)
+        text = f"{what}{f', but for {number},' * bool((np.abs(size) > near).any())} of {name}"
+        yield Table(text, found, due, "q", "j", OFF * near, whose=whose)
+        if number and len(asked) == 1:
+            n = Rows(asked[0], None, stage).of(number)[..., None]
+            yield Table(f"{number} of {name}", n - size[..., None], n, "q", ROW, OFF * near)
+
+
+def _turned(of: str, kept: Any, ask: Ask, x: Question) -> Answers:
+    """With the unit vectors of an operand for its direction."""
+    return ask(probe.with_right(replace(x, **{of: kept, f"t{of}": getattr(x, of)}))[1])
+
+
+def _weights(asked: list[Question], units: str, name: str, x: Question) -> Answers:
+    """P, as a result that is a sum of unit vectors has it."""
+    asked.append(x)
+    if units[-1] in "kv":
+        return {name: solve(replace(x, v=getattr(x, units)), "forward")["out"]}
+    of_q = replace(x, dout=getattr(x, units), v=x.v if units == "dout" else x.k)
+    return {name: solve(of_q, "backward")["dv"]}
+
+
+def _whose(x: Question, stage: str, number: str, name: str, P: Any, off: Any) -> Whose | None:
+    """Whose product an entry holds that is off: that of another key, query or head."""
+    if x.softcap is not None or x.block_scale is not None or x.dtype.itemsize not in NEAR:
+        return None
+    every, heads = dict[str, Any](), np.arange(len(P))
+    for one, sums in PRODUCTS.items():
+        every[one] = np.zeros((*P.shape[:2], x.num_heads_kv, P.shape[2]))
+        for a, b in ([getattr(x, of) for of in both] for both in sums):
+            if a is not None and b is not None:
+                every[one] += np.einsum("ihd,jgd->higj", a, b) * (x.scale if one == "E" else 1)
+    own = {one: of[heads, :, heads // x.group] for one, of in every.items()}
+    by, of_rows = P, Rows(x, None, stage).of
+    if name == "tdP" and not every[name].any():
+        name, by = "E", P * (own["dP"] - of_rows("D")[..., None])
+    lacks = off - of_rows(number)[..., None] * P if number else np.inf + P
+    with np.errstate(divide="ignore", invalid="ignore"):
+        held, size = own[name] + off / by, np.abs(by).max() + np.abs(by)
+        near = NEAR[x.dtype.itemsize] * np.abs(every[name]).max() * size / np.abs(by)
+
+    def whose(h: int, i: int, j: int) -> str:
+        g, close = h // x.group, np.abs(every[name] - held[h, i, j]) <= near[h, i, j]
+        if np.abs(lacks[h, i, j]) <= near[h, i, j] * abs(by[h, i, j]):
+            return f"has no {number}"
+        if abs(held[h, i, j]) <= near[h, i, j]:
+            return f"has {name} of zeros"
+        keys = ((a, g, b - j, "j") for a, b in np.argwhere(close[h, i]).tolist())
+        rows = ((a, h, b - i, "i") for a, b in np.argwhere(close[:, :, g, j]).tolist())
+        said = [f"head {a}, " * (a != b) + f"{of} {by:+d}" for a, b, by, of in (*keys, *rows)]
+        return f"has {name} of {said[0]}" if len(said) == 1 else ""
+
+    return whose
 
 
 def _summed(of: Table, q: Question, moved: str) -> Table | None:

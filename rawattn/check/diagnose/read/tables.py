@@ -1,7 +1,7 @@
 """What was read of a pass as tables beside what is due, in the order of its steps; what is wrong of
 one in words, in the shortest sequence that shows it."""
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import cached_property, partial
 from typing import Any
@@ -14,6 +14,7 @@ from rawattn.check.diagnose.read.fields import rows_of
 from rawattn.check.diagnose.read.probe import Backward, Weights
 
 Array = np.ndarray
+Whose = Callable[[int, int, int], str]  # of a head, a row and a column
 OFF = 8.0  # units of noise
 SMALL = 1e-4  # of a row's largest weight: less tells nothing
 SURE = 1e-3  # noise with which one number tells whose it is
@@ -27,7 +28,7 @@ class Table:
     """Numbers (heads, rows, columns) of a pass: as they are, and as they must be. side: whether
     rows are queries or keys; columns: what columns are, or what each one is. noise: of an entry,
     relative to it, or to a ``floor``, which is that part of the largest of its row. free: what
-    stands where nothing is due but a pair is seen."""
+    stands where nothing is due but a pair is seen. whose: what an entry is, in words, or ""."""
 
     name: str
     found: Array
@@ -37,6 +38,7 @@ class Table:
     noise: float
     floor: float = 1.0
     free: Array | None = None
+    whose: Whose | None = None
 
     @cached_property
     def off(self) -> Array:
@@ -174,7 +176,9 @@ def _kinds(of: Table, head: int, row: int) -> dict[str, list[int]]:
     for n, column in enumerate(columns):
         alike = np.abs(ratio - ratio[n]) <= max(1e-3, of.noise) * abs(ratio[n])
         free = None if of.free is None else of.free[head, row, column]
-        if free is not None and due[n] == 0 and abs(found[n] - free) <= of.noise * abs(free):
+        if of.whose and (kind := of.whose(head, row, int(column))):
+            pass
+        elif free is not None and due[n] == 0 and abs(found[n] - free) <= of.noise * abs(free):
             kind = "is seen"
         elif abs(found[n]) <= of.noise * abs(due[n]):
             kind = "is 0"
