@@ -24,7 +24,7 @@ from rawattn.check.diagnose.evidence.precision import rows_off
 from rawattn.check.diagnose.evidence.support import NO_RULE
 from rawattn.check.diagnose.findings import CONFIDENCE, NAMELESS, Diagnosis, Finding, of_sides
 from rawattn.check.diagnose.judge.diagnosis import costs_of, diagnose, sizes_of
-from rawattn.check.diagnose.judge.least import Asker, least, of_stage, with_lengths
+from rawattn.check.diagnose.judge.least import UNUSED, Asker, least, of_stage, with_lengths
 from rawattn.check.diagnose.judge.match import LOOSE, catalogue
 from rawattn.check.diagnose.judge.proofs import ARRAYS, finding, of_nan, of_traps, reference_of
 from rawattn.check.diagnose.read.name import NEAR, PASSES, UNREAD, Readings, read
@@ -40,9 +40,6 @@ AGREEING, SETTLED, DEAR = 4, 200.0, 2000.0  # kinds of cases; effort after which
 SURE, COARSE = ("high", "medium"), "narrow-intermediate"
 # lengths of what is asked once more
 FURTHER = ((21, 3, 48, 0, 38), (70, 9, 32), (5, 19, 2, 27, 13, 40, 11, 23, 64))
-UNUSED: dict[str, Any] = {"seqused_k": None, "sinks": False, "softcap": None, "causal": False}
-UNUSED |= {"window": (-1, -1), "own": False, "gate": False, "counts": False}
-UNUSED |= {"softmax_scale": None}
 REFUTED = "it does not give the numbers of other problems"
 OF_MASKS = (*LOOSE, "tile-skipped")  # told as what is missed, or seen, beside the mask
 FORMS = 12  # and bugs that look the same, of which one may hold on further problems
