@@ -16,7 +16,7 @@ from rawattn.check.diagnose.catalogue import maps
 from rawattn.check.diagnose.catalogue.second_order import with_values
 from rawattn.check.diagnose.engine.attention import Bug, Same, View, exact, run_steps
 from rawattn.check.diagnose.engine.question import Question
-from rawattn.check.diagnose.engine.steps import SCORES, STEPS, Context, Step, changed
+from rawattn.check.diagnose.engine.steps import LOG2_E, SCORES, STEPS, Context, Step, changed
 from rawattn.check.diagnose.evidence.places import Array, Places, Right, places_of
 
 Calls = Sequence[tuple[Array, Any]]  # right numbers of rows, and where they tell something
@@ -351,8 +351,14 @@ def _curves(field: Field, c: Context) -> Iterator[Term]:
             with np.errstate(invalid="ignore", over="ignore"):
                 return field.left(c.G * curve(c.Y, x)[0] - c.S)
 
-        caps = {cap: "", cap * c.s: " (the softcap, before softmax_scale)"} if cap else {}
-        caps = caps if "{c}" in words else {}
+        bent = cap is not None and "{c}" in words
+        factors = {"": 1.0, " times ln 2": 1 / LOG2_E, " times log2(e)": LOG2_E}
+        caps = (
+            {cap * by: f" (the softcap{of})" * (by != 1) for of, by in factors.items()}
+            if bent
+            else {}
+        )
+        caps |= {cap * c.s: " (the softcap, before softmax_scale)"} if bent else {}
         x = min((*NUMBERS, *caps), key=left_by) if "{c}" in words else 1.0
         for fine in range(15) if "{c}" in words and left_by(x) < far else ():
             x = float(min(x * 2 ** (np.linspace(-1, 1, 9) / 4**fine), key=left_by))

@@ -62,6 +62,9 @@ class Part:
         if said is not None and said.listed is not None:
             self.slopes = copy(self.slopes)
             self.slopes.slope = listed_scores(said.listed, places, self.slopes.S)[1]
+        if said is not None and "cap" in said.steps:
+            self.slopes = copy(self.slopes)
+            self.slopes.slope = self.of(lambda c: c.slope)
         slopes = self.slopes
         of_rows = said is not None and "bP" in said.steps
         self.P = self.of(lambda c: c.P) if of_rows else self._weights(places, slopes.S, slopes.L)
@@ -86,6 +89,9 @@ class Part:
         """Of a call, with what is known of P."""
         places = places_of(question)
         c = backward_of(Right(places))
+        if self.said is not None and "cap" in self.said.steps:
+            c.cap = self.said.steps["cap"](c)
+            c.slope = c.G * c.cap[1]
         c.W = self.seen.astype(np.float64)
         c.P = self._weights(places, c.S, c.L[..., None])
         if self.said is not None and "bP" in self.said.steps:
