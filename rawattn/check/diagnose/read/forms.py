@@ -64,7 +64,7 @@ class Part:
             self.slopes.slope = listed_scores(said.listed, places, self.slopes.S)[1]
         if said is not None and "cap" in said.steps:
             self.slopes = copy(self.slopes)
-            self.slopes.slope = self.of(lambda c: c.slope)
+            self.slopes.slope = self.of(lambda c: c.slope + 0 * c.S)
         slopes = self.slopes
         of_rows = said is not None and "bP" in said.steps
         self.P = self.of(lambda c: c.P) if of_rows else self._weights(places, slopes.S, slopes.L)
