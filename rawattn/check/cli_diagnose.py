@@ -44,6 +44,10 @@ from rawattn.check.transfer import FRAMEWORKS
 
 LENGTHS = (20, 70, 1, 37)  # of a random problem, where no others are said
 Existing = click.Path(exists=True, dir_okay=False, path_type=Path)
+framework_option = click.option(
+    "--framework", type=click.Choice(FRAMEWORKS), help="its arrays: torch with a GPU, else numpy."
+)
+Told = tuple[Diagnosis, terminal.About]
 
 
 def integers(value: str) -> tuple[int, ...]:
@@ -52,12 +56,6 @@ def integers(value: str) -> tuple[int, ...]:
         return tuple(int(part) for part in value.strip("[]() ").split(","))
     except ValueError as error:
         raise click.BadParameter(f"{value!r} is no list of integers such as 448,1280") from error
-
-
-framework_option = click.option(
-    "--framework", type=click.Choice(FRAMEWORKS), help="its arrays: torch with a GPU, else numpy."
-)
-Told = tuple[Diagnosis, terminal.About]
 
 
 def showing(command: Callable[..., Told]) -> Callable[..., None]:
@@ -70,8 +68,7 @@ def showing(command: Callable[..., Told]) -> Callable[..., None]:
     def shown(
         *args: Any, full: bool, html_file: Path | None, json_file: Path | None, **options: Any
     ) -> None:
-        diagnosis, about = command(*args, **options)
-        console = report.console()
+        (diagnosis, about), console = command(*args, **options), report.console()
         terminal.show(console, diagnosis, about, full=full)
         terminal.facts(console, diagnosis, full=full)
         if diagnosis.findings and not full:
@@ -179,8 +176,7 @@ def dump_command(case: str | None, listing: bool, file: Path | None, **said: Any
     chosen = small(chosen) if identify and case else chosen
     if any(rare) and isinstance(chosen, SparseCase):
         raise click.UsageError("block-sparse attention has no --softcap, --sinks or --seqused")
-    chosen = with_options(chosen, *rare)
-    whose = candidate or "the reference"
+    chosen, whose = with_options(chosen, *rare), candidate or "the reference"
     try:
         if candidate:
             judged = load(candidate, framework or default_framework())

@@ -9,6 +9,12 @@ class BugClass(NamedTuple):
     look_at: str
 
 
+def classes_of(text: str) -> dict[str, BugClass]:
+    """Classes by name, of a line with the title and the indented one below it."""
+    entries = re.findall(r"^(\S+): (.*)\n    (.*)", text, re.MULTILINE)
+    return {name: BugClass(title, look_at) for name, title, look_at in entries}
+
+
 TEXTS = """
 padded-keys: padded keys are in the softmax denominator
     the key padding mask, or that of a partial block: a score of 0 has weight e^0 = 1
@@ -183,12 +189,4 @@ rounding: right, but as precise as a coarser dtype than that of the inputs
 unknown: wrong, in a way that no known bug reproduces
     where the wrong rows lie
 """
-
-
-def classes_of(text: str) -> dict[str, BugClass]:
-    """Classes by name, of a line with the title and the indented one below it."""
-    entries = re.findall(r"^(\S+): (.*)\n    (.*)", text, re.MULTILINE)
-    return {name: BugClass(title, look_at) for name, title, look_at in entries}
-
-
 CLASSES = classes_of(TEXTS)

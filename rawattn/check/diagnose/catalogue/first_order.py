@@ -60,19 +60,16 @@ def _of_options(question: Question) -> Iterator[Bug]:
         for words, of in CURVES.items():
             other = {"cap": lambda c, of=of: of(*STEPS["cap"](c), c.question.softcap)}
             yield Bug(SLOPE, f"{words} in its place", SECOND + JVP, steps=other)
-    if question.sinks is not None:
-        none = with_values("softmax", sink=lambda c: None)
-        L, P, P0 = (lambda c: none(c)[0]), (lambda c: none(c)[1]), {"P0": lambda c: 0.0}
-        yield Bug("sinks-dropped", "", ("forward", "jvp"), steps={"softmax": none} | P0)
-        yield Bug("sinks-dropped", "in lse alone", FORWARD, steps={"L": L})
-        yield Bug("sinks-dropped", "in out alone", FORWARD, steps={"P": P})
-        unsunk = {"L": lambda c: np.where(c.S.shape[2] == 0, -np.inf, STEPS["L"](c))}
-        yield Bug("sinks-dropped", "in lse of sequences without keys", FORWARD, steps=unsunk)
-        yield Bug("sinks-dropped", "own softmax", ("backward", "second"), steps={"bP": P} | P0)
-        yield from _other_sinks(question)
-
-
-def _other_sinks(question: Question) -> Iterator[Bug]:
+    if question.sinks is None:
+        return
+    none = with_values("softmax", sink=lambda c: None)
+    L, P, P0 = (lambda c: none(c)[0]), (lambda c: none(c)[1]), {"P0": lambda c: 0.0}
+    yield Bug("sinks-dropped", "", ("forward", "jvp"), steps={"softmax": none} | P0)
+    yield Bug("sinks-dropped", "in lse alone", FORWARD, steps={"L": L})
+    yield Bug("sinks-dropped", "in out alone", FORWARD, steps={"P": P})
+    unsunk = {"L": lambda c: np.where(c.S.shape[2] == 0, -np.inf, STEPS["L"](c))}
+    yield Bug("sinks-dropped", "in lse of sequences without keys", FORWARD, steps=unsunk)
+    yield Bug("sinks-dropped", "own softmax", ("backward", "second"), steps={"bP": P} | P0)
     sinks, h = np.asarray(question.sinks, dtype=np.float64), np.arange(question.num_heads_q)
     raised = with_values("softmax", sink=lambda c: c.sink + c.S.max(axis=-1, initial=-np.inf))
     text = "exp(sink), not relative to the maximum"
@@ -99,9 +96,8 @@ def bugs_anywhere(question: Question) -> Iterator[Bug]:
     shapes = {"dq": question.q.shape, "dk": question.k.shape, "dv": question.v.shape}
     for one, other in combinations(shapes, 2):
         if shapes[one] == shapes[other]:
-            text = f"{one} and {other}"
             swap = lambda _, x, a=one, b=other: x | {a: x[b], b: x[a]}  # noqa: E731
-            yield Bug("gradients-swapped", text, BACKWARD, store=swap)
+            yield Bug("gradients-swapped", f"{one} and {other}", BACKWARD, store=swap)
     if question.group > 1:
         if question.num_heads_kv > 1:
             yield Bug("gqa-head-map", "h % num_heads_kv", FIRST, _by_remainder)

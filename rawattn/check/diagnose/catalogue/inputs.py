@@ -189,7 +189,6 @@ def _operands(question: Question, stage: str, wrong: Names, right: Names, b: int
     """One product that takes an operand by a map, or another one."""
     beyond = stage in ("second", "jvp")
     of_rows = list(maps.rows(question, TILES[0] if beyond else 1))
-    of_numbers = maps.families(question, True)
     of_arrays = [*maps.heads(question), *maps.sequences(question)]
     alike = [some.split() for some in ALIKE[stage].split(", ")]
     if not beyond and question.q.shape[2] != question.v.shape[2]:
@@ -203,7 +202,7 @@ def _operands(question: Question, stage: str, wrong: Names, right: Names, b: int
             found = [*of_rows, *of_keys, *(of_arrays if of else ())]
             if not _given(question, [of]):
                 continue
-            for by in of_numbers if of in maps.STATISTICS else found:
+            for by in maps.families(question, True) if of in maps.STATISTICS else found:
                 inside = of not in maps.STATISTICS and by.family == "rows"
                 take = partial(_moved, operand, by) if inside else partial(_elsewhere, of, of, by)
                 steps = {step: with_values(step, **{operand: take})}

@@ -65,12 +65,11 @@ class Geometry:
 @lru_cache(maxsize=32)
 def geometry(question: Question, name: str) -> Geometry:
     """That of an input, a row statistic (of one column) or a result, by its name."""
-    sides = [question.offsets(of).astype(np.int64) for of in "qk"]
     of_keys = side_of(name) == "k"
+    own, other = (question.offsets(of).astype(np.int64) for of in ("kq" if of_keys else "qk"))
     like = question.v if name.endswith(("out", "v")) else question.q  # "sliding out" too
     columns = 1 if name in STATISTICS else like.shape[2]
     tokens, heads = (question.k if of_keys else question.q).shape[:2]
-    own, other = sides[::-1] if of_keys else sides
     if name in OF_SLOTS and question.block_indices is not None:
         return Geometry(question.block_indices.shape, own, other, 1)
     return Geometry((tokens, heads, columns), own, other, 1 if of_keys else question.group)
@@ -167,6 +166,11 @@ HEADS: dict[str, Callable[[Ints, int, int], Ints]] = {  # head h of so many, a g
     "head h // group": lambda h, count, group: h // group,
     "head h % num_heads_kv": lambda h, count, group: h % (count // group),
     "head h % group": lambda h, count, group: h % group,
+}
+Packed = Callable[[Ints, Ints, Ints, int], tuple[Ints, Ints]]
+PACKED: dict[str, Packed] = {  # row and head that are taken for row i of n and head h of a group
+    "(heads, tokens) read as (tokens, heads)": lambda i, h, n, g: divmod(i * g + h, n)[::-1],
+    "(tokens, heads) read as (heads, tokens)": lambda i, h, n, g: divmod(h * n + i, g),
 }
 
 
@@ -303,13 +307,6 @@ def layouts(statistics: bool) -> Iterator[Map]:
             orders = (", ".join(LETTERS[x] for x in of.letters) for of in (written, read))
             text = "({}) read as ({})".format(*orders) + end
             yield Map("layouts", text, partial(_at, read, written))
-
-
-Packed = Callable[[Ints, Ints, Ints, int], tuple[Ints, Ints]]
-PACKED: dict[str, Packed] = {  # row and head that are taken for row i of n and head h of a group
-    "(heads, tokens) read as (tokens, heads)": lambda i, h, n, g: divmod(i * g + h, n)[::-1],
-    "(tokens, heads) read as (heads, tokens)": lambda i, h, n, g: divmod(h * n + i, g),
-}
 
 
 def packed(question: Question) -> Iterator[Map]:

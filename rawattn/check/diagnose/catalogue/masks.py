@@ -89,9 +89,6 @@ def unmasked(question: Question) -> Iterator[tuple[str, Window]]:
         yield "left side", Window(math.inf, right)
 
 
-MANY = 1 << 20  # keys, more than any sequence has
-
-
 def masks(question: Question) -> Iterator[Bug]:
     if question.seqused_k is not None:
         yield Bug("seqused-ignored", "every key is seen", see=partial(_used, 1 << 40))
@@ -103,8 +100,7 @@ def masks(question: Question) -> Iterator[Bug]:
     yield from (Bug(name, form, FIRST, window.see) for name, form, window in windows(question))
     ways = {"exp(S - lse)": {}, "softmax": OWN_P}
     for (form, window), (words, own) in product(unmasked(question), ways.items()):
-        text = f"{form}, {words}"
-        yield Bug("mask-missing-in-backward", text, ("backward",), window.see, own)
+        yield Bug("mask-missing-in-backward", f"{form}, {words}", ("backward",), window.see, own)
 
 
 def _used(more: int, question: Question, views: tuple[View, ...]) -> Sequence[View]:
@@ -122,9 +118,8 @@ def _at_all_keys(question: Question, view: View) -> View:
 
 def _more_keys(after: int = 0, before: int = 0, tile: int = 1, of: str = "memory") -> See:
     """So many more, what lies there in ``memory``, and past the end of that nothing, or, as by TMA,
-    zeros (memory or zeros); rows of ``zeros``; the last one again and again (last); what is its
-    ``own``. ``tile``: after
-    the last one up to a whole tile; ``after`` of -1: up to the longest sequence."""
+    zeros (memory or zeros); rows of ``zeros``; the last one again and again (last); its ``own``.
+    ``tile``: after the last one up to a whole tile; ``after`` of -1: up to the longest sequence."""
 
     def longer(question: Question, view: View) -> View:
         start, length = question.cu_seqlens_k[view.sequence], question.lengths_k[view.sequence]
@@ -140,6 +135,7 @@ def _more_keys(after: int = 0, before: int = 0, tile: int = 1, of: str = "memory
 
 
 def neighbours(question: Question) -> Iterator[Bug]:
+    many = 1 << 20  # keys, more than any sequence has
     if len(set(question.lengths_k)) > 1:
         yield Bug("padded-keys", "longest", FIRST, _more_keys(after=-1, of="zeros"))
     for tile in TILES:
@@ -154,9 +150,9 @@ def neighbours(question: Question) -> Iterator[Bug]:
             yield Bug(name, f"one key {text}", FIRST, _more_keys(after, before))
         ways = {"memory": "", "memory or zeros": ", zeros past the end of all"}
         ways |= {} if question.seqused_k is None else {"own": ", none of another sequence's keys"}
-        for (of, words), tile in product(ways.items(), (MANY, *TILES)):
-            text = f"tile of {tile}{words}" if tile < MANY else "all that it has, in use or not"
-            if of == "own" or tile < MANY:
+        for (of, words), tile in product(ways.items(), (many, *TILES)):
+            text = f"tile of {tile}{words}" if tile < many else "all that it has, in use or not"
+            if of == "own" or tile < many:
                 yield Bug(name, text, FIRST, _more_keys(tile=tile, of=of))
 
 

@@ -19,6 +19,7 @@ from rawattn.check.diagnose.engine.steps import STEPS, Context, Floats, changed
 from rawattn.reference.dense import allowed
 
 Ints = np.ndarray
+ALL = 1 << 30  # one tile for all of the other side; a row that is not there
 TAILS = {"count as its own": False, "are stored as its own, the last sequence first": True}
 # of the tiles of each loop by step, their size, and how many rows there are: rows (steps, size)
 Loops = Callable[[list[Ints], int, int], list[Ints]]
@@ -35,9 +36,6 @@ class Ring(NamedTuple):
     lacking: int | None = None
     early: int = 0
     drained: bool = False
-
-
-ALL = 1 << 30  # one tile for all of the other side; a row that is not there
 
 
 def _each(of: Which, loops: list[Ints], tile: int, _: int) -> list[Ints]:
@@ -102,6 +100,52 @@ PRODUCTS = inputs.PRODUCTS | {
     "dS": ("dP - D", ("D",), {"dq", "dk"}),
 }
 OF_PAIRS = ("Y", "dP", "bP", "dS", "tY", "tdP", "tdS")  # steps that give numbers of pairs
+# of queries (n, 1) and keys (1, m), by their places in a view, which pairs, for a size of tile
+Part = Callable[[np.ndarray, np.ndarray, int, int, int], np.ndarray]
+PARTS: tuple[tuple[str, str, Part], ...] = (
+    ("tail-tile-dropped", "query rows", lambda i, j, n, m, t: i >= n // t * t),
+    ("tail-tile-dropped", "keys", lambda i, j, n, m, t: j >= m // t * t),
+    ("tile-skipped", "first of keys", lambda i, j, n, m, t: j // t == 0),
+    ("tile-skipped", "second of keys", lambda i, j, n, m, t: j // t == 1),
+    ("tile-skipped", "last of keys", lambda i, j, n, m, t: j // t == (m - 1) // t),
+    ("tile-skipped", "diagonal", lambda i, j, n, m, t: j // t == (i + m - n) // t),
+)
+# how often a tile of a loop counts, by its place from one end, and from the other
+Factor = Callable[[Context, np.ndarray, np.ndarray], Floats | np.ndarray]
+RESULTS = {  # that a step gives, by the first of which what is wrong is known
+    **{"e": {"tlse", "ddlse"}, "tO": {"tout", "ddout"}, "dQ": {"dq"}, "dK": {"dk"}, "dV": {"dv"}},
+    **{"gQ": {"gq"}, "gK": {"gk"}, "gV": {"gv"}},
+}
+# terms in words, and by steps the operands of no other term; of tO P is that of P tV, tP P o E
+SUMS: dict[str, dict[str, tuple[str, ...]]] = {
+    "P o E of {e}": {"e": ("E",)},
+    "(P o E) v of {out}": {"tO": ("tP",)},
+    "P {t}v of {out}": {"tO": ("P",)},
+    "P o E, (P o E) v and P {t}v": {"e": ("E",), "tO": ("tP", "P")},
+    "dq": {"dQ": ("dY",)},
+    "dk": {"dK": ("dY",)},
+    "dv": {"dV": ("P",)},
+    "dk and dv": {"dK": ("dY",), "dV": ("P",)},
+    "dS' k of gq": {"gQ": ("tdY",)},
+    "gq": {"gQ": ("tdY", "dY")},
+    "gk": {"gK": ("tdY", "dY")},
+    "gv": {"gV": ("tP",)},
+    "gk and gv": {"gK": ("tdY", "dY"), "gV": ("tP",)},
+}
+OPERANDS = {step: {x for one in SUMS.values() for x in one.get(step, ())} for step in RESULTS}
+OF_QUERIES = ("dK", "dV", "gK", "gV")  # sums over these
+WORDS: dict[str, dict[str, str]] = {
+    "jvp": {"t": "t", "e": "tlse", "out": "tout"},
+    "second": {"t": "dd", "e": "ddlse", "out": "ddout"},
+}
+OVER, LACKS, TWICE, SCALE = "tile-overwrites", "tile-skipped", "tile-counted-twice", "output-scale"
+EVENTS: tuple[tuple[str, str, Factor], ...] = (
+    (OVER, "the {} tile alone", lambda c, at, back: at == 0),
+    (LACKS, "without the {} tile", lambda c, at, back: at > 0),
+    (TWICE, "the {} tile twice", lambda c, at, back: 1 + (at == 0)),
+    (SCALE, "s inside of the loop from the {} tile", lambda c, at, back: c.s**back),
+)
+Weights = Callable[[Context, int], Floats]  # of pairs, and along their axis of queries or keys
 
 
 def candidates(question: Question, stage: str, wrong: Collection[str], b: int) -> Iterator[Bug]:
@@ -109,22 +153,18 @@ def candidates(question: Question, stage: str, wrong: Collection[str], b: int) -
     if question.sparse:
         return
     if stage in FIRST and question.batch > 1:
-        yield from _of_sequences(question)
+        keys = maps.geometry(question, "k")
+        for words, other in maps.OTHERS.items():
+            see = each(_keys_of, np.minimum(other(keys), question.batch - 1))
+            yield Bug("offsets-shifted", f"the keys are those of {words}", FIRST, see)
+        for tile, (words, stored) in product(TILES, TAILS.items()):
+            text = f"behind a sequence, up to the end of its last tile of {tile}, {words}"
+            # a store that moves nothing: then all sequences are asked, of which others store rows
+            see = each(_owned, tile, stored)
+            yield Bug("neighbour-leak", f"rows of q {text}", FIRST, see, store=lambda _, x: x)
     loops = _of_loops(question, stage, {*wrong}, b)
     if stage != "second" or not inputs.OF_FIRST_PASS & {*wrong}:
         yield from map(of_one_pass, loops) if stage == "second" else loops
-
-
-def _of_sequences(question: Question) -> Iterator[Bug]:
-    """Keys of another sequence, all of them, which gradients go to; rows of q behind a sequence."""
-    for words, other in maps.OTHERS.items():
-        of = np.minimum(other(maps.geometry(question, "k")), question.batch - 1)
-        yield Bug("offsets-shifted", f"the keys are those of {words}", FIRST, each(_keys_of, of))
-    for tile, (words, stored) in product(TILES, TAILS.items()):
-        text = f"behind a sequence, up to the end of its last tile of {tile}, {words}"
-        # a store that moves nothing: then all sequences are asked, of which others store rows
-        see = each(_owned, tile, stored)
-        yield Bug("neighbour-leak", f"rows of q {text}", FIRST, see, store=lambda _, x: x)
 
 
 def _keys_of(of: Ints, question: Question, view: View) -> View:
@@ -203,18 +243,6 @@ def _staged(loop: Callable[[Ints], Taken], over: str, step: str, x: str, c: Cont
     return found
 
 
-# of queries (n, 1) and keys (1, m), by their places in a view, which pairs, for a size of tile
-Part = Callable[[np.ndarray, np.ndarray, int, int, int], np.ndarray]
-PARTS: tuple[tuple[str, str, Part], ...] = (
-    ("tail-tile-dropped", "query rows", lambda i, j, n, m, t: i >= n // t * t),
-    ("tail-tile-dropped", "keys", lambda i, j, n, m, t: j >= m // t * t),
-    ("tile-skipped", "first of keys", lambda i, j, n, m, t: j // t == 0),
-    ("tile-skipped", "second of keys", lambda i, j, n, m, t: j // t == 1),
-    ("tile-skipped", "last of keys", lambda i, j, n, m, t: j // t == (m - 1) // t),
-    ("tile-skipped", "diagonal", lambda i, j, n, m, t: j // t == (i + m - n) // t),
-)
-
-
 def tiles(question: Question) -> Iterator[Bug]:
     longest_q, longest_k = (max(x, default=0) for x in (question.lengths_q, question.lengths_k))
     for tile in (tile for tile in TILES if tile < 2 * max(longest_q, longest_k)):
@@ -232,44 +260,6 @@ def often(part: Part, tile: int, factor: float, question: Question, view: View) 
     n, m = len(view.rows), len(view.keys)
     i, j = np.ogrid[:n, :m]
     return replace(view, weight=view.weight * np.where(part(i, j, n, m, tile), factor, 1.0))
-
-
-# how often a tile of a loop counts, by its place from one end, and from the other
-Factor = Callable[[Context, np.ndarray, np.ndarray], Floats | np.ndarray]
-RESULTS = {  # that a step gives, by the first of which what is wrong is known
-    **{"e": {"tlse", "ddlse"}, "tO": {"tout", "ddout"}, "dQ": {"dq"}, "dK": {"dk"}, "dV": {"dv"}},
-    **{"gQ": {"gq"}, "gK": {"gk"}, "gV": {"gv"}},
-}
-# terms in words, and by steps the operands of no other term; of tO P is that of P tV, tP P o E
-SUMS: dict[str, dict[str, tuple[str, ...]]] = {
-    "P o E of {e}": {"e": ("E",)},
-    "(P o E) v of {out}": {"tO": ("tP",)},
-    "P {t}v of {out}": {"tO": ("P",)},
-    "P o E, (P o E) v and P {t}v": {"e": ("E",), "tO": ("tP", "P")},
-    "dq": {"dQ": ("dY",)},
-    "dk": {"dK": ("dY",)},
-    "dv": {"dV": ("P",)},
-    "dk and dv": {"dK": ("dY",), "dV": ("P",)},
-    "dS' k of gq": {"gQ": ("tdY",)},
-    "gq": {"gQ": ("tdY", "dY")},
-    "gk": {"gK": ("tdY", "dY")},
-    "gv": {"gV": ("tP",)},
-    "gk and gv": {"gK": ("tdY", "dY"), "gV": ("tP",)},
-}
-OPERANDS = {step: {x for one in SUMS.values() for x in one.get(step, ())} for step in RESULTS}
-OF_QUERIES = ("dK", "dV", "gK", "gV")  # sums over these
-WORDS: dict[str, dict[str, str]] = {
-    "jvp": {"t": "t", "e": "tlse", "out": "tout"},
-    "second": {"t": "dd", "e": "ddlse", "out": "ddout"},
-}
-OVER, LACKS, TWICE, SCALE = "tile-overwrites", "tile-skipped", "tile-counted-twice", "output-scale"
-EVENTS: tuple[tuple[str, str, Factor], ...] = (
-    (OVER, "the {} tile alone", lambda c, at, back: at == 0),
-    (LACKS, "without the {} tile", lambda c, at, back: at > 0),
-    (TWICE, "the {} tile twice", lambda c, at, back: 1 + (at == 0)),
-    (SCALE, "s inside of the loop from the {} tile", lambda c, at, back: c.s**back),
-)
-Weights = Callable[[Context, int], Floats]  # of pairs, and along their axis of queries or keys
 
 
 def sums(question: Question, stage: str, wrong: Collection[str]) -> Iterator[Bug]:
@@ -293,8 +283,7 @@ def _weights(question: Question, tile: int) -> Iterator[tuple[str, str, Weights]
 
 def _summed(step: str, operands: Collection[str], weights: Weights, c: Context) -> Floats:
     """A step of which these operands' term is weighed."""
-    right = STEPS[step](c)
-    c = changed(c, tP=c.P * c.E) if step == "tO" else c
+    right, c = STEPS[step](c), changed(c, tP=c.P * c.E) if step == "tO" else c
     others = {name: 0.0 * getattr(c, name) for name in OPERANDS[step] - {*operands}}
     alone, by = changed(c, **others), weights(c, int(step not in OF_QUERIES))
     weighed = changed(alone, **{name: by * getattr(c, name) for name in operands})

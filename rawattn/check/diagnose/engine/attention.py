@@ -21,9 +21,8 @@ __all__ = ["STEPS", "Context", "Floats", "Step", "changed", "times"]  # too
 
 exact: Callable[[Floats], Floats] = lambda x: x  # noqa: E731
 TILES = (8, 16, 32, 64, 128)
-FIRST = ("forward", "backward")
-BACKWARD = ("backward",)
-FORWARD = ("forward",)
+FORWARD, BACKWARD = ("forward",), ("backward",)
+FIRST = FORWARD + BACKWARD
 OF_STAGES = {
     "forward": "softmax L P O",
     "backward": "bP P0 dP D dS dY dQ dK dV sum_heads dG dsink",
@@ -49,9 +48,6 @@ class Rounding(NamedTuple):
     operation: Callable[[Floats], Floats] = exact
     operand: Callable[[Floats], Floats] = exact
     entry: Callable[[Floats], Floats] = exact
-
-
-NONE = Rounding()
 
 
 class Same(tuple[Any, ...]):
@@ -105,7 +101,7 @@ class Bug:
         return replace(self, stages=stages)
 
 
-NO_BUG = Bug("right")
+NO_BUG, NONE = Bug("right"), Rounding()
 
 
 def each(of: Callable[..., View], *given: Any) -> See:
@@ -183,8 +179,7 @@ def solve(
         found = _stage(asked._replace(sliding=True), planted, only)
         answers |= {f"sliding {name}": found[name] for name in ("out", "lse")}
     of_sinks = {name: answers.pop(name) for name in OF_SINKS if name in answers}
-    answers = planted.store(question, answers) if planted.store else answers
-    return answers | of_sinks
+    return (planted.store(question, answers) if planted.store else answers) | of_sinks
 
 
 def contexts(question: Question, stage: str, given: Given = None) -> list[Context]:
@@ -237,9 +232,8 @@ def _run(asked: Pass, contexts: Iterable[Context], names: Sequence[str], bug: Bu
     with np.errstate(over="ignore", invalid="ignore"):
         for c in contexts:
             run_steps(c, names, bug)
-            for name, step in RESULTS[asked.stage].items():
-                if name in answers:
-                    _store(answers[name], name, getattr(c, step), c)
+            for name, x in answers.items():
+                _store(x, name, getattr(c, RESULTS[asked.stage][name]), c)
     return answers
 
 
@@ -272,14 +266,13 @@ def _context(asked: Pass, view: View) -> Context:
         return rounding.entry(found)
 
     c = SimpleNamespace(question=q, view=view, s=q.scale, W=view.weight)
-    c.r, c.o = rounding.operation, rounding.operand
+    c.r, c.o, c.given = rounding.operation, rounding.operand, given
     c.Q, c.K, c.V = of_q(q.q), of_k(q.k, q.k), of_k(q.v, q.v)
     c.dO, c.dL = of_q(q.dout), of(q.dlse, (heads, rows))
     c.tQ = np.zeros_like(c.Q) if q.tq is None else of_q(q.tq)
     c.tK, c.tV = of_k(q.tk, q.k), of_k(q.tv, q.v)
     c.G, c.tG = per_key(view, q.block_scale, 1.0), per_key(view, q.tblock_scale, 0.0)
     c.sink, c.tsink = of(q.sinks, (heads,), None), of(q.tsinks, (heads,))
-    c.given = given
     if given is not None:
         c.O, c.L = of_q(given[0]), of(given[1], (heads, rows))
     return c

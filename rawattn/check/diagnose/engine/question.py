@@ -105,8 +105,7 @@ class Question:
 
     @property
     def scale(self) -> float:
-        given = self.softmax_scale
-        return float(self.q.shape[2] ** -0.5 if given is None else given)
+        return float(self.q.shape[2] ** -0.5 if self.softmax_scale is None else self.softmax_scale)
 
     @property
     def mask_window(self) -> tuple[int, int]:
@@ -170,8 +169,7 @@ def part(
     question: Question, answers: Answers, first: int, stop: int, past: int = 0
 ) -> tuple[Question, Answers]:
     """Sequences from ``first`` on, and keys ``past`` them with results of 0; no sums over all."""
-    changes: dict[str, Any] = {"whole": None}
-    rows = {}
+    changes, rows = dict[str, Any](whole=None), dict[str, slice]()
     for of in "qk":
         offsets = question.offsets(of)[first : stop + 1]
         rows[of] = slice(int(offsets[0]), int(offsets[-1]) + past * (of == "k"))

@@ -31,11 +31,6 @@ def _softmax(c: Context) -> tuple[Floats, Floats]:
     return L, c.r(np.exp(c.S - dead_to_inf(np, L)[..., None]))
 
 
-def _weighted(c: Context) -> Floats:
-    with np.errstate(divide="ignore"):
-        return np.where(c.W > 0, c.r(c.G * c.cap[0]) + np.log(c.W), -np.inf)
-
-
 def sunk(value: Step) -> Step:
     return lambda c: 0.0 if c.sink is None else value(c)
 
@@ -51,7 +46,9 @@ def times(a: Floats, b: Floats) -> Floats:
 STEPS: dict[str, Step] = {
     "Y": lambda c: c.r(c.s * c.r(times(c.Q, c.K.mT))),
     "cap": lambda c: capped(np, c.Y, c.question.softcap, c.r),
-    "S": _weighted,
+    "S": np.errstate(divide="ignore")(
+        lambda c: np.where(c.W > 0, c.r(c.G * c.cap[0]) + np.log(c.W), -np.inf)
+    ),
     "softmax": _softmax,
     "L": lambda c: c.softmax[0],
     "P": lambda c: c.softmax[1],

@@ -83,8 +83,7 @@ class Places:
         if self.question.sparse:
             free = (self.slots != OWN) & (not self.question.causal)
             return np.asarray((self.slots != ABSENT) & (free | (self.j <= self.p)))
-        left, right = self.question.mask_window
-        away, own = self.j - self.p, self.own
+        (left, right), away, own = self.question.mask_window, self.j - self.p, self.own
         return np.asarray(own & ((away >= -left) | (left < 0)) & ((away <= right) | (right < 0)))
 
     @property
@@ -206,8 +205,7 @@ class Places:
             first, count = i // t * t, np.maximum(np.minimum(t, n - i // t * t), 1)
             name = f"{packed} of its tile of {t}, modulo its queries"
             rows[name] = first + (row - g * first) % count
-        found: Features = {"h": lambda: h + 0 * i}
-        found[f"h % {g}"] = lambda: h % g + 0 * i
+        found: Features = {"h": lambda: h + 0 * i, f"h % {g}": lambda: h % g + 0 * i}
         for name, at in rows.items():
             found[f"j - {name}"] = partial(np.subtract, j, at)
             found[f"j - {name} - seqlen_k + seqlen_q"] = partial(np.subtract, j - self.m + n, at)

@@ -36,9 +36,6 @@ def to_tf32(x: Floats, half: int = 0x1000) -> Floats:
     return np.where(np.isfinite(x), rounded, x).astype(np.float64)
 
 
-_FLOAT32, _TF32 = Rounding(to_dtype(np.float32), exact), Rounding(to_tf32, to_tf32, to_tf32)
-
-
 def ladder(dtype: np.dtype) -> tuple[Precision, ...]:
     """The precisions that a right computation on such arrays may have, the finest first."""
     if dtype == np.float64:
@@ -128,6 +125,7 @@ def _row_rms(x: Floats) -> Floats:
         return np.asarray(np.sqrt(np.mean(finite(x) ** 2, axis=-1)))
 
 
+_FLOAT32, _TF32 = Rounding(to_dtype(np.float32), exact), Rounding(to_tf32, to_tf32, to_tf32)
 # Sums of the squares of terms: what terms that cancel leave does not tell what rounding may do.
 SQUARES: dict[str, Step] = {
     "L": lambda c: c.s**2 * (c.P * times(c.Q**2, c.K.T**2)).sum(axis=-1),

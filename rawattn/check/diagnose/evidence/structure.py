@@ -55,10 +55,8 @@ def where(question: Question, tensor: str, bad: Array, among: Array | bool = Tru
     there, row = within >= 0, "key" if side_of(tensor) == "k" else "row"
     head = "kv head" if tensor in OF_KEYS else "selection head" if tensor in OF_SLOTS else "head"
     bad, heads = bad & there[:, None], bad.shape[1]
-    if not bad.any():
-        return
-    if bad[there].all():
-        yield f"every {row}"
+    if bad[there].all() or not bad.any():
+        yield from [f"every {row}"] * bool(bad.any())
         return
     of_heads, of_sequences = np.flatnonzero(bad.any(axis=0)), np.unique(within[bad.any(axis=1)])
     if len(of_heads) < heads:
@@ -138,10 +136,8 @@ def intermediates(question: Question, answers: Answers, sequence: int) -> Answer
     """The right ones of a sequence, by the out and lse that ``answers`` say. Raises ValueError."""
     if not 0 <= sequence < question.batch:
         raise ValueError(f"sequence {sequence} of {question.batch} sequences, counted from 0 on")
-    lengths = question.lengths_q[sequence], question.lengths_k[sequence]
-    found: Answers = {}
-    for stage in (stage for stage in MATRICES if stage in question.stages):
-        names = MATRICES[stage]
+    found, lengths = Answers(), (question.lengths_q[sequence], question.lengths_k[sequence])
+    for stage, names in ((n, x) for n, x in MATRICES.items() if n in question.stages):
         found |= {name: np.zeros((question.num_heads_q, *lengths)) for name in names}
         given = None if stage == "forward" else question.given_to_backward(answers)
         first_q, first_k = (question.offsets(of)[sequence] for of in "qk")
@@ -279,10 +275,8 @@ def rules_of(*shown: Shown, among: Iterable[str] | None = None) -> Iterator[Rule
     that have all of it and nothing else, or the fewest bounds, each of which has all of it, that
     leave nothing else. What chance makes comes last. ``among``: the features that are tried."""
     inside = np.concatenate([of.inside[of.domain] for of in shown])
-    if not inside.any():
-        return
-    if inside.all():
-        yield Rule(())
+    if inside.all() or not inside.any():
+        yield from [Rule(())] * bool(inside.any())
         return
     places = shown[0].places
     every = _spans(shown, inside, places.features if among is None else among)

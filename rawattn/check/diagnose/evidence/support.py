@@ -121,9 +121,8 @@ class Support:
         places, found = places_of(question), list[View]()
         seen = self.at(places).astype(np.float64)
         for view in views:
-            weight = seen[np.ix_(view.heads, view.rows)]
+            weight, slot = seen[np.ix_(view.heads, view.rows)], None
             keys = np.flatnonzero(weight.any(axis=(0, 1)) | places.own[view.rows[0]])
-            slot = None
             if view.slot is not None:
                 slot = np.stack([places.of(h).slots for h in view.heads])[:, view.rows][..., keys]
             found.append(replace(view, keys=keys, weight=weight[..., keys], slot=slot))

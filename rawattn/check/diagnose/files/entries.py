@@ -73,12 +73,9 @@ class Frame(NamedTuple):
     total: dict[str, int]
     dtype: np.dtype
 
-    def lengths(self, side: str) -> list[int]:
-        return [int(n) for n in np.diff(self.offsets[side])]
-
     def packed(self, side: str, array: np.ndarray) -> np.ndarray:
         """(batch, tokens, ...) as packed rows, without padding; as it is if it is neither."""
-        lengths, (batch, tokens) = self.lengths(side), array.shape[:2]
+        lengths, (batch, tokens) = np.diff(self.offsets[side]), array.shape[:2]
         if batch * tokens == self.total[side]:
             return array.reshape(-1, *array.shape[2:])
         if batch != len(lengths) or tokens < max(lengths, default=0):
@@ -90,8 +87,7 @@ def of_file(path: Path) -> tuple[Arrays, dict[str, Any], list[str]]:
     """The arrays of a file, its "about", and notes on what it has besides."""
     if not zipfile.is_zipfile(path):
         raise ValueError(f"{path} is no .npz file; write one with numpy.savez(file, q=q, k=k, ...)")
-    found: Arrays = {}
-    notes = []
+    found, notes = Arrays(), list[str]()
     with np.load(path, allow_pickle=False) as file:
         for name in file.files:
             try:
@@ -109,10 +105,28 @@ def _plain(name: str) -> str:
     return "".join(c for c in name.lower() if c.isalnum())
 
 
+def _pair(value: np.ndarray) -> tuple[int, int]:
+    left, right = (int(n) for n in value)
+    return left, right
+
+
+def _flag(value: np.ndarray) -> bool:
+    text = str(value.item()).lower()
+    return text == "true" if text in ("true", "false") else bool(float(text))
+
+
 _MEANT = {
     **{_plain(alias): name for name, others in ALIASES.items() for alias in others.split()},
     **{_plain(name): name for name in (*ALIASES, *OWN_NAMES)},
 }
+_READ: dict[str, tuple[Callable[[np.ndarray], Any], str]] = {
+    **dict.fromkeys(("window", "sliding"), (_pair, "two integers (left, right), -1 for open")),
+    **dict.fromkeys(("causal", "own"), (_flag, "true or false")),
+    "softmax_scale": (lambda value: float(value.item()), "one number"),
+    "softcap": (lambda value: float(value.item()) or None, "one number, 0 for none"),
+    "block_size": (lambda value: int(value.item()), "one integer"),
+}
+OPTIONS = (*_READ,)
 
 
 def named(raw: Arrays, notes: list[str]) -> Arrays:
@@ -130,26 +144,6 @@ def named(raw: Arrays, notes: list[str]) -> Arrays:
         else:
             found[meant] = array
     return found
-
-
-def _pair(value: np.ndarray) -> tuple[int, int]:
-    left, right = (int(n) for n in value)
-    return left, right
-
-
-def _flag(value: np.ndarray) -> bool:
-    text = str(value.item()).lower()
-    return text == "true" if text in ("true", "false") else bool(float(text))
-
-
-_READ: dict[str, tuple[Callable[[np.ndarray], Any], str]] = {
-    **dict.fromkeys(("window", "sliding"), (_pair, "two integers (left, right), -1 for open")),
-    **dict.fromkeys(("causal", "own"), (_flag, "true or false")),
-    "softmax_scale": (lambda value: float(value.item()), "one number"),
-    "softcap": (lambda value: float(value.item()) or None, "one number, 0 for none"),
-    "block_size": (lambda value: int(value.item()), "one integer"),
-}
-OPTIONS = (*_READ,)
 
 
 def options_of(arrays: dict[str, Any]) -> dict[str, Any]:
@@ -229,8 +223,7 @@ def frame_of(inputs: Arrays, layout: str) -> Frame:
     ends = np.any(k[:, -1:] != 0, axis=(1, 2, 3))  # of each sequence
     if dims == {4} and not ends.all() and not {*LENGTHS} & inputs.keys():
         raise ValueError("k ends in zeros: say lengths=, of all its tokens if none are padding")
-    offsets: Arrays = {}
-    total: dict[str, int] = {}
+    offsets, total = Arrays(), dict[str, int]()
     for side, (batch, rows) in {"q": q.shape[:2], "k": k.shape[:2]}.items():
         known = (offsets_of(inputs, name) for name in (side, "q"))
         given = next((x for x in known if x is not None), np.arange(batch + 1) * rows)
@@ -265,7 +258,7 @@ def offsets_of(inputs: Arrays, side: str) -> np.ndarray | None:
 def place(name: str, array: np.ndarray, frame: Frame) -> np.ndarray:
     """``array`` in rawattn's shape; ValueError if it does not fit."""
     if name in OF_EACH:
-        sequences = len(frame.lengths("k")), "sequence"
+        sequences = len(frame.offsets["k"]) - 1, "sequence"
         count, what = sequences if name == "seqused_k" else (frame.heads["q"], "query head")
         if array.shape != (count,):
             raise ValueError(f"{name} has shape {array.shape}; it must be ({count},), by {what}")

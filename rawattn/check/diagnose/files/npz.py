@@ -19,8 +19,6 @@ MAY_BE_LEFT_OUT = ("causal", "window", "softmax_scale", "dlse")
 OFFSETS = ("cu_seqlens_q", "cu_seqlens_k")
 NARROW = {*TENSORS} - {*WIDE}  # of the inputs' dtype
 NO_MASK = "causal is not said: False is assumed"
-PROBLEM = (*"qkv", *OFFSETS)  # who has other ones computed another
-OF_ITS_OWN = ("dlse", *GIVEN)  # what a run had none of where none was saved
 ROUNDED = ("dout", "tq", "tk", "tv")  # with q, k and v
 ARRAYS = tuple(field.name for field in fields(Question) if field.name not in OPTIONS)
 
@@ -129,7 +127,7 @@ def load_two(one: str | Path, other: str | Path | None = None) -> Pair:
 def _completed(mine: Saved, other: Saved) -> Saved:
     """``mine`` with those inputs of ``other`` that it lacks, and may have."""
     given, lent = mine.inputs, other.inputs
-    both = [name for name in PROBLEM if name in given and name in lent]
+    both = [name for name in (*"qkv", *OFFSETS) if name in given and name in lent]
     differ = [f"{n} {how}" for n in both if (how := _difference(given[n], lent[n]))]
     if mine.question is not None and differ:
         return mine
@@ -138,7 +136,7 @@ def _completed(mine: Saved, other: Saved) -> Saved:
         raise ValueError(f"{said}. Save results with all the inputs that they are of")
     if mine.question is None:
         return mine._replace(inputs=lent | given)
-    taken = {n: x for n, x in lent.items() if n not in given and n not in OF_ITS_OWN}
+    taken = {n: x for n, x in lent.items() if n not in (*given, "dlse", *GIVEN)}
     dtype = given["q"].dtype
     if "q" in lent and dtype.itemsize < lent["q"].dtype.itemsize:
         taken |= {n: x.astype(dtype) for n, x in taken.items() if n in ROUNDED}

@@ -6,7 +6,7 @@ import io
 import itertools
 import math
 import warnings
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -256,16 +256,10 @@ def name_causes(trials: Sequence[Trial]) -> Iterator[Finding]:
     caused = [(cause(t), t) for t in (*right, *due) if t.wrong]
     for bug, known in HARNESS.items():
         if found := [t for by, t in caused if by == bug]:
-            said = _each_once((t.verdict, t.name) for t in found)
-            lines = tuple(f"{verdict}: {'; '.join(names)}" for verdict, names in said.items())
-            sizes = _each_once((t.place[0], f"{t.place[1]:g}") for t in found)
-            where = "; ".join(f"{dtype}, size {', '.join(some)}" for dtype, some in sizes.items())
+            said = dict.fromkeys((t.verdict, t.name) for t in found)
+            sizes = dict.fromkeys((t.place[0], f"{t.place[1]:g}") for t in found)
+            verdicts, kinds = (dict.fromkeys(x for x, _ in some) for some in (said, sizes))
+            lines = tuple(f"{x}: {'; '.join(y for of, y in said if of == x)}" for x in verdicts)
+            of_kinds = (f"{x}, size {', '.join(y for of, y in sizes if of == x)}" for x in kinds)
+            where = "; ".join(of_kinds)
             yield Finding("harness", bug, known.title, where, "proved", lines, known.look_at)
-
-
-def _each_once(pairs: Iterable[tuple[str, str]]) -> dict[str, dict[str, None]]:
-    """By the first of a pair the second ones, in order."""
-    found: dict[str, dict[str, None]] = {}
-    for key, value in pairs:
-        found.setdefault(key, {})[value] = None
-    return found

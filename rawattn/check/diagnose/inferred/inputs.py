@@ -162,24 +162,21 @@ def _added(sample: Sample) -> Iterator[Bug]:
             if moved or name not in BY_ROW:
                 of_others = whole * (1 - np.eye(len(whole))) if moved else held
                 pairs = dict.fromkeys((b - a, of_others[a, b]) for a, b in np.argwhere(of_others))
-                told = ", ".join(_held_in_words(of_others, *pair) for pair in [*pairs][:4])
+                told = list[str]()
+                for away, often in [*pairs][:4]:
+                    at = np.flatnonzero(np.diag(of_others, away) == often) - min(away, 0)
+                    told.append(f"{named('', at)} has {often:+g} of {named('', at + away)}")
                 if moved:
-                    bug, text = "transposed", f"{name}: {unit} hold what others must: {told}"
+                    bug, text = "transposed", "what others must"
                 else:
-                    sequence = of[units[:, 0]] if not axis else 0 * units[:, 0]
-                    text = f"{name}: {unit} hold others too: {told}"
+                    sequence, text = of[units[:, 0]] if not axis else 0 * units[:, 0], "others too"
                     behind = np.triu(held) * (sequence[:, None] != sequence)  # not of earlier work
                     bug = "offsets-shifted" if behind.any() else "accumulator-not-reset"
                     bug = "transposed" if (held < 0).any() else bug
                 store = stored(name, partial(_with, units, held, axis))
+                text = f"{name}: {unit} hold {text}: {', '.join(told)}"
                 yield Bug(bug, text, (sample.stage,), store=store)
                 break
-
-
-def _held_in_words(held: Floats, distance: int, often: float) -> str:
-    """Which units hold so often what is at that distance."""
-    at = np.flatnonzero(np.diag(held, distance) == often) - min(distance, 0)
-    return f"{named('', at)} has {often:+g} of {named('', at + distance)}"
 
 
 def _held(right: Floats, extra: Floats, inside: Floats) -> Floats | None:

@@ -80,21 +80,16 @@ class Sample:
         left = np.square(precision.residual(self.found[name], wanted, rows)).sum(axis=(0, 2))
         if (name, sequence) not in self.sizes:
             size = np.square(finite(self.found[name][rows])).sum(axis=(0, 2))
-            size = size + ZERO * np.square(finite(self.found[name])).mean()
-            self.sizes[name, sequence] = size
-        size = self.sizes[name, sequence]
+            self.sizes[name, sequence] = size + ZERO * np.square(finite(self.found[name])).mean()
         with np.errstate(divide="ignore", invalid="ignore"):
-            left = np.where(left == 0, 0.0, np.sqrt(left / size))
+            left = np.where(left == 0, 0.0, np.sqrt(left / self.sizes[name, sequence]))
         return np.where(np.isnan(left), np.inf, left)
 
     def _distances(self, answers: Answers) -> dict[str, float]:
         """What predictions leave of the sample's answers that are wrong."""
-        found = {}
-        for name in self.wrong:
-            left = self._left(name, by_rows(name, answers[name]), self.sequence)
-            of_kv = left.reshape(self.question.num_heads_kv, -1)[self.head_kv]
-            found[name] = float(of_kv.max(initial=0.0))
-        return found
+        left = {n: self._left(n, by_rows(n, answers[n]), self.sequence) for n in self.wrong}
+        shape = self.question.num_heads_kv, -1
+        return {n: float(x.reshape(shape)[self.head_kv].max(initial=0.0)) for n, x in left.items()}
 
     def allows(self, bug: Bug) -> bool:
         """Whether a bug may explain a wrong answer: it leaves less than none, or cannot be seen."""

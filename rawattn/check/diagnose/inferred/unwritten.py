@@ -167,9 +167,8 @@ def _in_words(sample: Sample, found: Found) -> str:
     texts: dict[str, list[str]] = {}
     for name, rows in found.items():
         x = sample.found[name][rows]
-        number = _number(x)
         none = np.unique(x[~np.isfinite(x)])[::-1]
-        kinds = [f"{kind:g}".replace("nan", "NaN") for kind in none] or [number]
+        kinds = [f"{kind:g}".replace("nan", "NaN") for kind in none] or [_number(x)]
         places = ", ".join(where(sample.question, name, rows)).replace("only ", "of ")
         text = f"is {' or '.join(kinds)} in some rows, {places}"
         texts.setdefault(text, []).append(name)

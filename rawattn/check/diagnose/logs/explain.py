@@ -43,8 +43,7 @@ def explain_log(text: str) -> Diagnosis:
         found.append(finding("both", "vacuous", title, "medium", ["all that is printed is 0"]))
     findings = _merged(found)
     blamed = {side for one in findings for side in one.side.split(" or ")}
-    wrong = [one for one in rows.values() if one.wrong.any() and one.side not in blamed]
-    findings += [one.finding for one in wrong]
+    findings += [one.finding for one in rows.values() if one.wrong.any() and one.side not in blamed]
     right = dict.fromkeys(one.side for one in rows.values() if one.right)
     if not (findings or pairs or right):
         need = "print one of both sides, under names such as dq_mine and dq_reference"
@@ -77,8 +76,7 @@ class Rows:
     def __init__(self, printed: Printed, side: str) -> None:
         self.name, self.side, self.x = printed.name, side, printed.values
         x, (rows, keys) = self.x, self.x.shape[-2:]
-        causal = np.tri(rows, keys, keys - rows)
-        self.must = int(printed.kind == "P")
+        self.must, causal = int(printed.kind == "P"), np.tri(rows, keys, keys - rows)
         self.sums, self.inside = x.sum(axis=-1), (x * causal).sum(axis=-1)
         # a row's own size may be that of a small difference, dP - D
         digits, largest = 0.505 * printed.unit * keys, np.abs(x).sum(axis=-1).max()

@@ -80,8 +80,7 @@ class Printed:
 def read_log(text: str) -> list[Printed]:
     """Every tensor of real numbers, not integers, that is printed; ValueError if one is cut off."""
     text = CLUTTER.sub("", text)
-    found: list[Printed] = []
-    after = 0
+    found, after = list[Printed](), 0
     for start in START.finditer(text):
         surely, begins = bool(start["form"]), start.end() >= after
         read = _read(text, start.end(), surely=surely) if begins else None
@@ -100,9 +99,7 @@ def read_log(text: str) -> list[Printed]:
 def _read(text: str, at: int, *, surely: bool) -> tuple[np.ndarray, dict[int, int], int] | None:
     """The numbers from ``at`` on as they are written, by axis how many stand before "...", and
     where they end; None for what may be prose, or a quoted program."""
-    stack: list[list[Any]] = [[]]
-    elided: dict[int, int] = {}
-    end = at
+    stack, elided, end = [list[Any]()], dict[int, int](), at
     while token := TOKEN.match(text, end):
         end = token.end()
         if token[1] == "[":

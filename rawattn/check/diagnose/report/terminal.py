@@ -16,9 +16,7 @@ from rawattn.check.diagnose.report import words
 
 HEADS = {"rounding": ("note", "bold green"), "vacuous": ("warning", "bold magenta")}
 LEAST, MOST = 60, 100  # columns of what is told in sentences
-LINES = 15  # of a finding in short
-EACH = 3  # lines of one proof, in short
-ALL = 1000
+LINES, EACH, ALL = 15, 3, 1000  # of a finding in short, of one proof in it, and of all there is
 FORMULA = re.compile(r" ([<>]=?|[+%/]|//) ")  # where no line is broken
 RIGHT = re.compile(r" right\b.*, with rounding as of ")  # a fact about tensors that are
 
@@ -62,8 +60,7 @@ def facts(console: Console, diagnosis: Diagnosis, *, full: bool = False) -> None
 def short(finding: Finding, about: About, width: int, alone: bool) -> list[Text]:
     """A finding in at most LINES lines. ``alone``: there is one side, which needs no name."""
     for proofs, queries in ((2, 6), (2, 5), (2, 4), (1, 5), (1, 4), (1, 0)):
-        found = whole(finding, about, width, alone, proofs, queries)
-        if len(found) <= LINES:
+        if len(found := whole(finding, about, width, alone, proofs, queries)) <= LINES:
             break
     return found
 

@@ -44,26 +44,18 @@ def _ending(stop: Of) -> Change:
     return _only(lambda x: x.counted & (np.cumsum(stop(x) & x.counted, axis=2) == 0))
 
 
-def _again(slots: bool = False, own: bool = False, apart: bool = False) -> Change:
+def _again(x: Lists, slots: bool = False, own: bool = False, apart: bool = False) -> Lists:
     """Blocks count again for slots that repeat them, ``apart`` but the next one, and own ones."""
-
-    def change(x: Lists) -> Lists:
-        repeated = slots & x.exists
-        repeated[..., 1:] &= ~(apart & (x.named[..., 1:] == x.named[..., :-1]))
-        return replace(x, times=x.walked | np.concatenate([repeated, own & x.has_own], axis=2))
-
-    return change
+    repeated = slots & x.exists
+    repeated[..., 1:] &= ~(apart & (x.named[..., 1:] == x.named[..., :-1]))
+    return replace(x, times=x.walked | np.concatenate([repeated, own & x.has_own], axis=2))
 
 
 def _uncut(free: Callable[[Ints, Ints], Any]) -> Change:
     """Entries that are not cut at the query: by whether they are slots, and name the own block."""
-
-    def change(x: Lists) -> Lists:
-        entry, names = np.arange(x.named.shape[2] + 1), x.named == x.own_block
-        own = np.concatenate([names, x.own | True], axis=2)
-        return replace(x, cut=x.cut & np.logical_not(free(entry < entry[-1], own)))
-
-    return change
+    slots: Of = lambda x: np.arange(x.named.shape[2] + 1) < x.named.shape[2]  # noqa: E731
+    own: Of = lambda x: np.concatenate([x.named == x.own_block, x.own | True], axis=2)  # noqa: E731
+    return where(cut=lambda x: x.cut & np.logical_not(free(slots(x), own(x))))
 
 
 def _union(size: int, x: Lists) -> Lists:
@@ -91,10 +83,10 @@ TABLE: tuple[Row, ...] = (
     (OPEN, "in the own block", _uncut(lambda slot, own: own)),
     (OPEN, "in the own block, unless it is selected", _uncut(lambda slot, own: own & ~slot)),
     (MISSING, "", where(own=lambda x: x.own & False)),
-    (TWICE, "of the selection", _again(slots=True)),
-    (TWICE, "the own block", _again(own=True)),
-    (TWICE, "all", _again(slots=True, own=True)),
-    (TWICE, "of slots that do not follow each other", _again(slots=True, apart=True)),
+    (TWICE, "of the selection", partial(_again, slots=True)),
+    (TWICE, "the own block", partial(_again, own=True)),
+    (TWICE, "all", partial(_again, slots=True, own=True)),
+    (TWICE, "of slots that do not follow each other", partial(_again, slots=True, apart=True)),
     (READ, "as the first block", where(named=lambda x: x.named * x.is_block)),
     (READ, "as the nearest block", where(named=lambda x: np.clip(x.named, 0, x.blocks - 1))),
     (READ, "if negative from the end", where(named=lambda x: x.named + x.blocks * (x.named < 0))),
@@ -117,6 +109,25 @@ TABLE: tuple[Row, ...] = (
     (OPEN, "in the block around the query", _uncut(lambda slot, own: slot & own)),
     (OPEN, "everywhere, the own block too", _uncut(lambda slot, own: True)),
 )
+PLACES: dict[str, Callable[[int, Lists], Ints]] = {  # of a query among the keys, in tiles of t
+    "at i, without seqlen_k - seqlen_q": lambda t, x: x.row,
+    "one key further": lambda t, x: x.place + 1,
+    "at its number in q": lambda t, x: np.arange(len(x.named))[:, None, None],
+    "that of the first query of its tile of {}": lambda t, x: x.place - x.row % t,
+    "that of the last query of its tile of {}": lambda t, x: np.minimum(
+        x.place - x.row % t + t - 1, x.length - 1
+    ),
+}
+SHIFTS: dict[str, Callable[[Question], Any]] = {  # keys of a block that lie before the sequence
+    "counted from the first packed key": lambda q: q.offsets("k")[:-1],
+    "counted from the first packed query": lambda q: q.offsets("q")[:-1],
+    "counted from the sequence's end": lambda q: np.negative(q.lengths_k),
+}
+SHIFTED: dict[str, Change] = {
+    "": where(length=lambda x: x.length + x.shift, place=lambda x: x.place + x.shift),
+    ", not own ones": _only(lambda x: x.counted & ~(x.question.causal & (x.named > x.own_block))),
+}
+FOR = {"the own block and the mask": "place bound", "the own block": "place", "the mask": "bound"}
 
 
 def rows(question: Question) -> Iterator[Row]:
@@ -138,27 +149,6 @@ def of_heads(of: Ints, factors: Ints, x: Lists) -> Lists:
     """Lists by query heads, of other heads."""
     moved = {name: getattr(x, name)[:, of] for name in ("named", "counted", "own", "cut")}
     return replace(x, **moved, heads=factors)
-
-
-PLACES: dict[str, Callable[[int, Lists], Ints]] = {  # of a query among the keys, in tiles of t
-    "at i, without seqlen_k - seqlen_q": lambda t, x: x.row,
-    "one key further": lambda t, x: x.place + 1,
-    "at its number in q": lambda t, x: np.arange(len(x.named))[:, None, None],
-    "that of the first query of its tile of {}": lambda t, x: x.place - x.row % t,
-    "that of the last query of its tile of {}": lambda t, x: np.minimum(
-        x.place - x.row % t + t - 1, x.length - 1
-    ),
-}
-SHIFTS: dict[str, Callable[[Question], Any]] = {  # keys of a block that lie before the sequence
-    "counted from the first packed key": lambda q: q.offsets("k")[:-1],
-    "counted from the first packed query": lambda q: q.offsets("q")[:-1],
-    "counted from the sequence's end": lambda q: np.negative(q.lengths_k),
-}
-SHIFTED: dict[str, Change] = {
-    "": where(length=lambda x: x.length + x.shift, place=lambda x: x.place + x.shift),
-    ", not own ones": _only(lambda x: x.counted & ~(x.question.causal & (x.named > x.own_block))),
-}
-FOR = {"the own block and the mask": "place bound", "the own block": "place", "the mask": "bound"}
 
 
 def misread(question: Question) -> Iterator[Bug]:

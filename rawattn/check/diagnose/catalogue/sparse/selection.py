@@ -63,9 +63,9 @@ def _differing(question: Question) -> Callable[[See], bool]:
             if question.block_scale is not None:
                 found += [np.where(view.weight > 0, np.asarray(view.slot), -1), view.selections]
         key = b"".join(np.asarray(x, dtype=np.float64).tobytes() for x in found)
-        new = key not in seen
+        known = len(seen)
         seen.add(key)
-        return new
+        return len(seen) > known
 
     different(lambda question, views: views)
     return different
@@ -83,12 +83,6 @@ def _completed(zeros: bool, question: Question, view: View) -> View:
     weight, slot = view.weight[..., like], view.slot[..., like]
     weight[..., there:] *= slot[..., there:] >= 0
     return replace(view, keys=np.append(view.keys, keys), weight=weight, slot=slot)
-
-
-BEYOND = BACKWARD + SECOND
-MISSING, IGNORED, ON_P = (f"sparse-gate-{x}" for x in ("gradient-missing", "ignored", "on-p"))
-ORDER, MISREAD = "sparse-gate-order", "sparse-lists-misread"
-Row = tuple[str, str, tuple[str, ...], Mapping[str, Step]]
 
 
 def _of_gates(question: Question, different: Callable[[See], bool]) -> Iterator[Bug]:
@@ -116,42 +110,6 @@ def _misread(question: Question) -> Iterator[Bug]:
         yield Bug(MISREAD, f"block_scale, {by.words}", steps=steps)
         see, words = lists.listed(partial(lists.moved, by, names)), ", ".join(names)
         yield Bug(MISREAD, f"{words} and block_scale, {by.words}", see=see, steps=steps)
-
-
-NO_GRADIENT: dict[str, Step] = dict.fromkeys(("dG", "gG"), lambda c: np.zeros_like(c.P))
-GATED, MOVED = ("S", "dY", "E", "tdY"), ("E", "tdY")  # what it, and what its direction multiplies
-S, DY, E, TDY = ({name: with_values(name, G=lambda c: 1.0)} for name in GATED)
-STILL_E, STILL_TDY = ({name: with_values(name, tG=lambda c: 0.0)} for name in MOVED)
-AS_IF_1 = S | DY | {x: with_values(x, G=lambda c: 1.0, tG=lambda c: 0.0) for x in MOVED}
-ON_OUT: dict[str, Step] = S | {
-    "O": lambda c: c.r(times(c.o(c.G * c.P), c.V)),
-    "dP": lambda c: c.r(c.G * c.r(times(c.dO, c.V.T))),
-    "dV": lambda c: c.r(c.o(c.G * c.P).swapaxes(1, 2) @ c.dO),
-    "dY": lambda c: c.dS,
-    "dG": lambda c: c.P * times(c.dO, c.V.T),
-}
-TWICE_IN_E = {"E": with_values("E", Y=lambda c: c.G * c.Y)}
-GRADIENTS: tuple[Row, ...] = (
-    (ON_P, "P V alone", FIRST, ON_OUT),
-    (ON_P, "twice in dY", BACKWARD, {"dY": lambda c: c.G * STEPS["dY"](c)}),
-    (ON_P, "twice in its own gradient", BACKWARD, {"dG": lambda c: c.G * c.dS * c.Y}),
-    (MISSING, "", BACKWARD, NO_GRADIENT),  # each alone, too
-    (MISSING, "", SECOND, NO_GRADIENT),
-)
-DIRECTIONS: tuple[Row, ...] = (
-    (ON_P, "it multiplies the term of its direction in E too", SECOND + JVP, TWICE_IN_E),
-    (MISSING, "its direction ignored in E", SECOND, STILL_E),
-    (MISSING, "its direction ignored in the tangent of dY", SECOND, STILL_TDY),
-    (MISSING, "dS o tY of gblock_scale", SECOND, {"gG": lambda c: c.tdS * c.Y}),
-    (MISSING, "tdS o Y of gblock_scale", SECOND, {"gG": lambda c: c.dS * c.tY}),
-)
-LEFT_OUT: tuple[Row, ...] = (
-    (IGNORED, "everywhere", tuple(STAGES), AS_IF_1),
-    (IGNORED, "in the scores alone", BEYOND + JVP, S),
-    (IGNORED, "in dY alone", BEYOND, DY | TDY),
-    (IGNORED, "in E alone", SECOND + JVP, E),
-    (IGNORED, "in the tangent of dY alone", SECOND, TDY),
-)
 
 
 def _gate_by(by: maps.Map, c: Context) -> Floats | float:
@@ -202,6 +160,44 @@ def _of_the_last(x: Lists) -> Lists:
     return replace(x, times=np.concatenate([last, x.walked[..., -1:]], axis=2))
 
 
+BEYOND = BACKWARD + SECOND
+MISSING, IGNORED, ON_P = (f"sparse-gate-{x}" for x in ("gradient-missing", "ignored", "on-p"))
+ORDER, MISREAD = "sparse-gate-order", "sparse-lists-misread"
+Row = tuple[str, str, tuple[str, ...], Mapping[str, Step]]
+NO_GRADIENT: dict[str, Step] = dict.fromkeys(("dG", "gG"), lambda c: np.zeros_like(c.P))
+GATED, MOVED = ("S", "dY", "E", "tdY"), ("E", "tdY")  # what it, and what its direction multiplies
+S, DY, E, TDY = ({name: with_values(name, G=lambda c: 1.0)} for name in GATED)
+STILL_E, STILL_TDY = ({name: with_values(name, tG=lambda c: 0.0)} for name in MOVED)
+AS_IF_1 = S | DY | {x: with_values(x, G=lambda c: 1.0, tG=lambda c: 0.0) for x in MOVED}
+ON_OUT: dict[str, Step] = S | {
+    "O": lambda c: c.r(times(c.o(c.G * c.P), c.V)),
+    "dP": lambda c: c.r(c.G * c.r(times(c.dO, c.V.T))),
+    "dV": lambda c: c.r(c.o(c.G * c.P).swapaxes(1, 2) @ c.dO),
+    "dY": lambda c: c.dS,
+    "dG": lambda c: c.P * times(c.dO, c.V.T),
+}
+TWICE_IN_E = {"E": with_values("E", Y=lambda c: c.G * c.Y)}
+GRADIENTS: tuple[Row, ...] = (
+    (ON_P, "P V alone", FIRST, ON_OUT),
+    (ON_P, "twice in dY", BACKWARD, {"dY": lambda c: c.G * STEPS["dY"](c)}),
+    (ON_P, "twice in its own gradient", BACKWARD, {"dG": lambda c: c.G * c.dS * c.Y}),
+    (MISSING, "", BACKWARD, NO_GRADIENT),  # each alone, too
+    (MISSING, "", SECOND, NO_GRADIENT),
+)
+DIRECTIONS: tuple[Row, ...] = (
+    (ON_P, "it multiplies the term of its direction in E too", SECOND + JVP, TWICE_IN_E),
+    (MISSING, "its direction ignored in E", SECOND, STILL_E),
+    (MISSING, "its direction ignored in the tangent of dY", SECOND, STILL_TDY),
+    (MISSING, "dS o tY of gblock_scale", SECOND, {"gG": lambda c: c.tdS * c.Y}),
+    (MISSING, "tdS o Y of gblock_scale", SECOND, {"gG": lambda c: c.dS * c.tY}),
+)
+LEFT_OUT: tuple[Row, ...] = (
+    (IGNORED, "everywhere", tuple(STAGES), AS_IF_1),
+    (IGNORED, "in the scores alone", BEYOND + JVP, S),
+    (IGNORED, "in dY alone", BEYOND, DY | TDY),
+    (IGNORED, "in E alone", SECOND + JVP, E),
+    (IGNORED, "in the tangent of dY alone", SECOND, TDY),
+)
 bugs = lru_cache(maxsize=1)(lambda question: tuple(_bugs(question)))
 GIVEN, _slots = lists.listed(lambda x: lists_of(x.question)), partial(each, _in_slots)
 KEPT = "that of its place among the slots that are walked, without padding and repeats"
