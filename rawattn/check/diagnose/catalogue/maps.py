@@ -260,8 +260,7 @@ def strides(question: Question) -> Iterator[Map]:
 def _strided(by: tuple[int, int], head: Ints | None, whole: bool, g: Geometry) -> At:
     """Rows at other strides of tokens and heads, from the start of the array or, unless ``whole``,
     of the sequence on; behind its end memory starts again."""
-    own = g.shape[1] * g.shape[2]
-    start = 0 * g.row.start if whole else g.row.start
+    own, start = g.shape[1] * g.shape[2], 0 * g.row.start if whole else g.row.start
     place = start * own + (g.everywhere.t - start) * (by[0] or own) + g.everywhere.j
     place = place + (g.everywhere.h if head is None else head) * (by[1] or g.shape[2])
     place = place % (g.shape[0] * own)

@@ -12,10 +12,9 @@ import numpy as np
 
 from rawattn.check.diagnose.engine.attention import contexts, views_of
 from rawattn.check.diagnose.engine.question import OF_KEYS, OF_SLOTS, Answers, Question, side_of
-from rawattn.check.diagnose.evidence.places import TILES, Features, of_tiles
+from rawattn.check.diagnose.evidence.places import TILES, Array, Features, of_tiles
 from rawattn.check.diagnose.evidence.precision import finite, residual
 
-Array = np.ndarray
 MATRICES = {"forward": ("S", "P"), "backward": ("dP", "dS"), "second": ("E", "tP", "tdS")}
 MADE = {  # by what, and where to look
     "S": "q k^T, softmax_scale, a softcap",
@@ -113,8 +112,7 @@ class _Rows:
             seen[view.keys, view.head_kv] = weight.any(axis=(0, 1))
         of_q, of_k = (np.asarray(x)[sequence][None] for x in (q.lengths_q, q.lengths_k))
         n, at, size = np.diff(q.offsets(side))[sequence], "ij"[side == "k"], f"seqlen_{side}"
-        self.j = np.repeat(i, heads, axis=0)
-        made = {at: i, f"{size} - 1 - {at}": n - 1 - i}
+        self.j, made = np.repeat(i, heads, axis=0), {at: i, f"{size} - 1 - {at}": n - 1 - i}
         if side == "k":
             made["whether a query sees it"] = seen.T.astype(int)
         elif heads == q.num_heads_q:

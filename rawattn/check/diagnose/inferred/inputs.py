@@ -78,8 +78,7 @@ def bugs(first: Sample) -> Iterator[Bug]:
 def _samples(first: Sample) -> Iterator[Sample]:
     """With the out and lse that a backward pass may have had, those where something is wrong."""
     q, given = first.question, first.given
-    if first.wrong:
-        yield first
+    yield from [first] * bool(first.wrong)
     if first.wrong and given is not None and q.passed is None and is_wrong(q, given):
         right = solve(q, "forward")
         other = Sample(q, first.answers, first.stage, (right["out"], right["lse"]))

@@ -23,8 +23,7 @@ Found = dict[str, Rows]  # of tensors
 def bugs(sample: Sample) -> Iterator[Bug]:
     """One with all rows of the tensors that hold a constant and should not, and one of
     those that hold no numbers, or some where there is no key, or no query that sees it."""
-    question, answers, stage = sample.question, sample.answers, sample.stage
-    constants = Found()
+    question, answers, stage, constants = sample.question, sample.answers, sample.stage, Found()
     for name in (n for n in STAGES[stage] if n in sample.wrong and n not in UNTOLD):
         constant = _constant(sample, name, constants.get(name.replace("lse", "out"), False))
         if constant is not None:
