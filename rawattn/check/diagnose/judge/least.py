@@ -29,6 +29,7 @@ from rawattn.check.second import expect_second
 Lengths = tuple[tuple[int, ...], tuple[int, ...]]  # of q and of k
 WIDE, TRIED = 64, 4  # columns; problems that fail, of which some by less than a table tells
 ROUNDED = 1e-2  # of the noise of numbers of about 1: no problem shows a bug by less
+TELLING = 1e-2  # of products, at most, that rounding leaves where these tell whose they are
 PAIRS = 200_000  # of all heads, of a sequence that is told
 SIZES = (1, 2, 3, 4, 5, 8, 9, 12, 16, 17, 20, 24, 32, 33, 40, 48, 49, 64, 65, 80, 96, 97, 128, 129)
 FEW = (1, 2, 4, 9, 17, 33, 65)
@@ -176,9 +177,8 @@ def entries(asker: Asker, question: Question, name: str) -> Iterator[Table]:
     """The intermediates that a result is linear in, entry by entry, but for what is off by a number
     of each row times P; and that number."""
     near, stage = probe.NOISE[question.dtype.name], asker.stage
-    for units, what in LINEAR[name].items():
-        if getattr(question, units) is None:
-            continue
+    given = (one for one in LINEAR[name].items() if getattr(question, one[0]) is not None)
+    for units, what in given:
         of, (number, product), asked = units.removeprefix("t"), LESS[what], list[Question]()
         other = of if of != units else f"t{of}"
         if (kept := getattr(question, other, None)) is not None:  # in the columns of no unit vector
@@ -235,7 +235,8 @@ def _whose(x: Question, stage: str, number: str, name: str, P: Any, off: Any) ->
     lacks = off - of_rows(number)[..., None] * P if number else np.inf + P
     with np.errstate(divide="ignore", invalid="ignore"):
         held, size = own[name] + off / by, np.abs(by).max() + np.abs(by)
-        near = NEAR[x.dtype.itemsize] * np.abs(every[name]).max() * size / np.abs(by)
+        near = NEAR[x.dtype.itemsize] * size / np.abs(by)
+        near = np.where(near < TELLING, near, np.nan) * np.abs(every[name]).max()
 
     def whose(h: int, i: int, j: int) -> str:
         g, close = h // x.group, np.abs(every[name] - held[h, i, j]) <= near[h, i, j]
