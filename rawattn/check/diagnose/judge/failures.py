@@ -40,9 +40,8 @@ AGREEING, SETTLED, DEAR = 4, 200.0, 2000.0  # kinds of cases; effort after which
 SURE, COARSE = ("high", "medium"), "narrow-intermediate"
 # lengths of what is asked once more
 FURTHER = ((21, 3, 48, 0, 38), (70, 9, 32), (5, 19, 2, 27, 13, 40, 11, 23, 64))
-UNUSED: dict[str, Any] = {"seqused_k": None, "sinks": False, "softcap": None, "causal": False}
-UNUSED |= {"window": (-1, -1), "own": False, "gate": False, "counts": False}
-UNUSED |= {"softmax_scale": None}
+UNUSED: dict[str, Any] = dict.fromkeys(("seqused_k", "softmax_scale", "softcap"))
+UNUSED |= dict.fromkeys(("sinks", "causal", "own", "gate", "counts"), False) | {"window": (-1, -1)}
 REFUTED = "it does not give the numbers of other problems"
 OF_MASKS = (*LOOSE, "tile-skipped")  # told as what is missed, or seen, beside the mask
 FORMS = 12  # and bugs that look the same, of which one may hold on further problems
