@@ -63,13 +63,15 @@ def test_all_that_is_wrong_is_told(name: str) -> None:
     assert not first.sure and text in (first.least if name in WRONG else first.title), first
 
 
-@pytest.mark.parametrize(("name", "of", "alone"), [("ddout", "E", "tk"), ("gq", "tdP", "tv")])
-def test_whose_product_an_entry_holds(name: str, of: str, alone: str) -> None:
+@pytest.mark.parametrize(
+    "name, of, alone, units", [("ddout", "E", "tk", "v"), ("gq", "tdP", "tv", "k")]
+)
+def test_whose_product_an_entry_holds(name: str, of: str, alone: str, units: str) -> None:
     hooks = {of: lambda c, x: np.where(c.j == 9, np.roll(x, 5, axis=1), x)}
     question = packed((12,), FLOAT64, moved=True)
     question = replace(question, **{t: None for t in ("tq", "tk", "tv") if t != alone})
     asker: Any = Asker(None, "second", None, partial(answers, wrong(hooks, "second")))
-    said = told(next(entries(asker, question, name)), question)
+    said = told(next(entries(asker, question, name, units)), question)
     assert f"all of j = 9, each has {of} of j -5: i = 9 to 11" in said
 
 

@@ -116,6 +116,11 @@ class Term(NamedTuple):
     other: str
     none: str
 
+    def by(self, factor: Callable[[Question], float]) -> Mapping[str, Step]:
+        """What makes it count as often as a question has it."""
+        found = {x: lambda c, x=x: self.of(factor(c.question))[x](c) for x in self.of(1.0)}
+        return found
+
 
 def terms(question: Question, stage: str) -> Iterator[Term]:
     """What the results of a stage are sums of, one time each."""

@@ -8,7 +8,6 @@ from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import replace
 from functools import lru_cache, partial
 from itertools import chain, product
-from typing import Any
 
 import numpy as np
 
@@ -186,12 +185,7 @@ def _told(sample: Sample, term: second_order.Term, factor: float) -> Iterator[Bu
     scale = "output-scale" if sample.stage == "backward" else "tangent-scale"
     name = scale if near.keys() & OF_S and term.other in OF_SCALE else term.other
     for words, of in near.items():
-        steps = {step: partial(_often, term, of, step) for step in term.of(1.0)}
-        yield Bug(name, f"{term.text} {words}", stages, steps=steps)
-
-
-def _often(term: second_order.Term, of: Callable[[Question], float], step: str, c: Context) -> Any:
-    return term.of(of(c.question))[step](c)
+        yield Bug(name, f"{term.text} {words}", stages, steps=term.by(of))
 
 
 def pairs_dropped(sample: Sample) -> Iterator[Bug]:
@@ -204,28 +198,22 @@ def pairs_dropped(sample: Sample) -> Iterator[Bug]:
     places, wrong = places_of(sample.question), {side: _wrong(sample, side, told) for side in "qk"}
     if not steps or all(x is None or x.all() for x in wrong.values()):
         return
-    sets = [*_sums(sample, [(*told, *more) for more in WITH_FIRST_PASS] if first else [steps])]
+    sets, sums = [(*told, *more) for more in WITH_FIRST_PASS] if first else [steps], {}
+    for some in sets:
+        of = chain(*(sorted(RESULTS[step] & sample.found.keys()) for step in some))
+        sums[f", of {', '.join(of)}" * first] = {step: OPERANDS[step] for step in some}
+    for text, (name, sites, _) in second_order.TERMS.items():
+        if [second_order.SITES[site] for site in sites] == steps and not first:
+            sums[f", of {text} alone"] = {steps[0]: {name}}
     said = set[bytes]()
     for span in sorted(_spans(places, wrong), key=partial(_odd, places)):
         dropped = span.holds(places) & places.right
         if (key := dropped.tobytes()) in said or (dropped == places.right).all():
             continue
         said.add(key)
-        for text, sums in sets:
-            planted = {step: partial(_without, span, step, names) for step, names in sums.items()}
+        for text, by in sums.items():
+            planted = {step: partial(_without, span, step, names) for step, names in by.items()}
             yield Bug("pairs-dropped", _words(span, places) + text, (sample.stage,), steps=planted)
-
-
-def _sums(
-    sample: Sample, sets: Sequence[Sequence[str]]
-) -> Iterator[tuple[str, dict[str, Collection[str]]]]:
-    """Which operands of which steps lack pairs, in words: all, and of one step each one alone."""
-    for steps in sets:
-        of = [*chain(*(sorted(RESULTS[step] & sample.found.keys()) for step in steps))]
-        yield f", of {', '.join(of)}" * (len(sets) > 1), {step: OPERANDS[step] for step in steps}
-    for text, (name, sites, _) in second_order.TERMS.items():
-        if [[second_order.SITES[site] for site in sites]] == [*map(list, sets)]:
-            yield f", of {text} alone", {sets[0][0]: [name]}
 
 
 def _odd(places: Places, span: Span) -> int:

@@ -29,13 +29,14 @@ from rawattn.check.second import expect_second
 Lengths = tuple[tuple[int, ...], tuple[int, ...]]  # of q and of k
 WIDE, TRIED = 64, 4  # columns; problems that fail, of which some by less than a table tells
 ROUNDED = 1e-2  # of the noise of numbers of about 1: no problem shows a bug by less
+TELLING = 1e-2  # of products, at most, that rounding leaves where these tell whose they are
 PAIRS = 200_000  # of all heads, of a sequence that is told
 SIZES = (1, 2, 3, 4, 5, 8, 9, 12, 16, 17, 20, 24, 32, 33, 40, 48, 49, 64, 65, 80, 96, 97, 128, 129)
 FEW = (1, 2, 4, 9, 17, 33, 65)
 # what a case may have, and the value of those that have it not
-UNUSED: dict[str, Any] = {"seqused_k": None, "sinks": False, "softcap": None, "causal": False}
-UNUSED |= {"window": (-1, -1), "own": False, "gate": False, "counts": False}
-UNUSED |= {"softmax_scale": None, "dlse": False}
+UNUSED: dict[str, Any] = dict.fromkeys(("seqused_k", "softmax_scale", "softcap"))
+UNUSED |= dict.fromkeys(("sinks", "causal", "own", "gate", "counts", "dlse"), False)
+UNUSED |= {"window": (-1, -1)}
 MOVED = {"second": "dd", "jvp": "t"}  # what directions are called
 
 # what each tells by unit vectors of an operand, or of its direction
@@ -150,9 +151,10 @@ def _fields(asker: Asker, case: Case, question: Question) -> Iterator[Table]:
     found, targets = asker.results(case)
     for name in (name for name in STAGES[stage] if name in found and name in targets):
         target = targets[name]
-        if name in LINEAR and target.judge(found[name]).verdict == "FAIL":
+        given = [x for x in LINEAR.get(name, ()) if getattr(question, x) is not None]
+        for units in given if target.judge(found[name]).verdict == "FAIL" else ():
             with suppress(Refused):
-                yield from entries(asker, question, name)
+                yield from entries(asker, question, name, units)
         yield _of_rows(name, found[name], target.reference, question, target.allowance())
 
 
@@ -182,50 +184,42 @@ def _of_rows(name: str, found: Any, due: Any, question: Question, off: float) ->
     return _summed(of_rows, question, moved) or of_rows
 
 
-def entries(asker: Asker, question: Question, name: str) -> Iterator[Table]:
-    """The intermediates that a result is linear in, entry by entry, but for what is off by a number
-    of each row times P; and that number."""
-    near, stage = probe.NOISE[question.dtype.name], asker.stage
-    for units, what in LINEAR[name].items():
-        if getattr(question, units) is None:
-            continue
-        of, (number, product), asked = units.removeprefix("t"), LESS[what], list[Question]()
-        other = of if of != units else f"t{of}"
-        if (kept := getattr(question, other, None)) is not None:  # in the columns of no unit vector
-            kept = np.concatenate([0 * kept[..., : len(kept)], kept[..., len(kept) :]], axis=-1)
-        still: Any = {} if kept is None or of != units else {other: kept}
-        read = partial(probe.read_entries, question=replace(question, **still), name=name, of=of)
-        every: Any = asker.ask, partial(solve, stage=stage), partial(_weights, asked, units, name)
-        if of != units:
-            every = (partial(_turned, of, kept, ask) for ask in every)
-        found, due, P = map(read, every)
-        P, size = P * (question.scale if of in "qk" else 1.0), np.zeros(P.shape[:2])
-        with np.errstate(divide="ignore", invalid="ignore"):
-            off = np.where(P > 0, (found - due) / P, np.nan)
-        for h, i in np.argwhere(np.isfinite(off).any(axis=2)) if number else ():
-            alike = largest(off[h, i], near)
-            size[h, i] = off[h, i][alike].mean() if alike.sum() > 1 else 0.0
-        found = found - P * size[..., None]
-        whose = _whose(asked[0], stage, number, product, P, found - due)
-        text = f"{what}{f', but for {number},' * bool((np.abs(size) > near).any())} of {name}"
-        yield Table(text, found, due, "q", "j", OFF * near, whose=whose)
-        if number and len(asked) == 1:
-            n = Rows(asked[0], None, stage).of(number)[..., None]
-            yield Table(f"{number} of {name}", n - size[..., None], n, "q", ROW, OFF * near)
+def entries(asker: Asker, question: Question, name: str, units: str) -> Iterator[Table]:
+    """What a result tells by unit vectors, entry by entry, but for what is off by a number of each
+    row times P; and that number."""
+    near, stage, what = probe.NOISE[question.dtype.name], asker.stage, LINEAR[name][units]
+    of, (number, product), asked = units.removeprefix("t"), LESS[what], list[Question]()
+    other = of if of != units else f"t{of}"
+    if (kept := getattr(question, other, None)) is not None:  # in the columns of no unit vector
+        kept = np.concatenate([0 * kept[..., : len(kept)], kept[..., len(kept) :]], axis=-1)
 
+    def ask(answers: Ask, x: Question) -> Answers:
+        given = {} if kept is None else {other: kept, units: getattr(x, of)}
+        asked.append(probe.with_right(replace(x, **given))[1])
+        return answers(asked[-1])
 
-def _turned(of: str, kept: Any, ask: Ask, x: Question) -> Answers:
-    """With the unit vectors of an operand for its direction."""
-    return ask(probe.with_right(replace(x, **{of: kept, f"t{of}": getattr(x, of)}))[1])
+    def weights(x: Question) -> Answers:
+        """P, as a result that is a sum of unit vectors has it."""
+        if units[-1] in "kv":
+            return {name: solve(replace(x, v=getattr(x, units)), "forward")["out"]}
+        of_q = replace(x, dout=getattr(x, units), v=x.v if units == "dout" else x.k)
+        return {name: solve(of_q, "backward")["dv"]}
 
-
-def _weights(asked: list[Question], units: str, name: str, x: Question) -> Answers:
-    """P, as a result that is a sum of unit vectors has it."""
-    asked.append(x)
-    if units[-1] in "kv":
-        return {name: solve(replace(x, v=getattr(x, units)), "forward")["out"]}
-    of_q = replace(x, dout=getattr(x, units), v=x.v if units == "dout" else x.k)
-    return {name: solve(of_q, "backward")["dv"]}
+    every = (partial(ask, by) for by in (asker.ask, partial(solve, stage=stage), weights))
+    found, due, P = (probe.read_entries(by, question, name, of) for by in every)
+    P, size = P * (question.scale if of in "qk" else 1.0), np.zeros(P.shape[:2])
+    with np.errstate(divide="ignore", invalid="ignore"):
+        off = np.where(P > 0, (found - due) / P, np.nan)
+    for h, i in np.argwhere(np.isfinite(off).any(axis=2)) if number else ():
+        alike = largest(off[h, i], near)
+        size[h, i] = off[h, i][alike].mean() if alike.sum() > 1 else 0.0
+    found = found - P * size[..., None]
+    whose = _whose(asked[0], stage, number, product, P, found - due)
+    text = f"{what}{f', but for {number},' * bool((np.abs(size) > near).any())} of {name}"
+    yield Table(text, found, due, "q", "j", OFF * near, whose=whose)
+    if number and len(asked) == 3:  # one each
+        n = Rows(asked[0], None, stage).of(number)[..., None]
+        yield Table(f"{number} of {name}", n - size[..., None], n, "q", ROW, OFF * near)
 
 
 def _whose(x: Question, stage: str, number: str, name: str, P: Any, off: Any) -> Whose | None:
@@ -245,7 +239,8 @@ def _whose(x: Question, stage: str, number: str, name: str, P: Any, off: Any) ->
     lacks = off - of_rows(number)[..., None] * P if number else np.inf + P
     with np.errstate(divide="ignore", invalid="ignore"):
         held, size = own[name] + off / by, np.abs(by).max() + np.abs(by)
-        near = NEAR[x.dtype.itemsize] * np.abs(every[name]).max() * size / np.abs(by)
+        near = NEAR[x.dtype.itemsize] * size / np.abs(by)
+        near = np.where(near < TELLING, near, np.nan) * np.abs(every[name]).max()
 
     def whose(h: int, i: int, j: int) -> str:
         g, close = h // x.group, np.abs(every[name] - held[h, i, j]) <= near[h, i, j]
