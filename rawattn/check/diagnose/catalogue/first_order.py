@@ -89,7 +89,7 @@ def _of_heads(times: float, heads: np.ndarray, c: Context) -> Floats:
 
 
 def _without_P(dlse: bool, c: Context) -> Floats:
-    dL = dlse * c.dL[..., None]
+    dL = dlse * np.asarray(c.dL)[..., None]
     return np.asarray(c.r(np.where(c.W > 0, c.P**dlse * (c.dP - c.D[..., None] - dL) + dL, 0.0)))
 
 
