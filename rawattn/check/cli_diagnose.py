@@ -11,12 +11,13 @@ from pathlib import Path
 from typing import Any
 
 import click
+import numpy as np
 from rich.text import Text
 
 from rawattn.check import report
 from rawattn.check.candidate import Unsupported, load
 from rawattn.check.cases import DTYPES, Case, standard, with_options
-from rawattn.check.diagnose.engine.question import STAGES, Question
+from rawattn.check.diagnose.engine.question import STAGES, Question, part
 from rawattn.check.diagnose.evidence import structure
 from rawattn.check.diagnose.files.npz import Saved, dump, load_two
 from rawattn.check.diagnose.findings import Diagnosis, Finding, of_sides
@@ -42,6 +43,8 @@ from rawattn.check.options import NewFile, html_option, json_option, rare_option
 from rawattn.check.sparse_cases import BLOCK_SIZES, SparseCase, standard_sparse
 from rawattn.check.transfer import FRAMEWORKS
 
+OTHERS = 600  # tokens of a file's last sequences, of which what is found must be so too
+MORE = 6  # keys of a random problem of which not all are in use
 LENGTHS = (20, 70, 1, 37)  # of a random problem, where no others are said
 Existing = click.Path(exists=True, dir_okay=False, path_type=Path)
 framework_option = click.option(
@@ -165,6 +168,8 @@ def dump_command(case: str | None, listing: bool, file: Path | None, **said: Any
     lengths, sequence, identify = (said.pop(name) for name in ("lengths", "sequence", "identify"))
     candidate, framework, seed = (said.pop(name) for name in ("candidate", "framework", "seed"))
     rare = [said.pop(name) for name in ("softcap", "sinks", "seqused")]
+    if rare[-1] and not lengths and said["lengths_k"] is None:  # which tells both ends of keys
+        said["lengths_k"] = tuple(n + MORE for n in LENGTHS)
     if case and lengths:
         raise click.UsageError("say a CASE (--list shows them), or --lengths of a random one")
     use_simulator()
@@ -266,10 +271,12 @@ def _of_side(name: str, saved: Saved, question: Question, identify: int) -> Diag
         with refused(f"{saved.path}: "):
             here, answers, told = read_packed(question, saved.answers, identify)
         diagnosis = diagnose(here, answers, side=name, told=told)
+        tokens = np.cumsum(question.lengths_q[::-1])
+        some = part(question, saved.answers, int((tokens > OTHERS).sum()), question.batch)
 
         def lacking(f: Finding) -> list[str]:
-            so = gives(question, saved.answers, f.planted, f.tensors)
-            return ["the other sequences of the file"] if so is False else []
+            so = gives(*some, f.planted, f.tensors)
+            return ["other sequences of the file"] if so is False else []
 
         here_gives = partial(gives, here, answers)
         findings = [once_more(f, here, here_gives, lacking) for f in diagnosis.findings]

@@ -182,6 +182,13 @@ class Places:
             for t in (1, *LOOPS):
                 whole = f", in whole tiles of {t}" * (t > 1)
                 found[f"{name} of {words}{whole}"] = partial(np.subtract, x, -(-stop // t) * t)
+        kinds = ("{}", "ceil({} / {t}) * {t}", "{} // {t} * {t}")
+        for t, (m, n) in product(LOOPS, [*product(kinds, kinds)][1:]):
+            of_k, of_q = m.format("seqlen_k", t=t), n.format("seqlen_q", t=t)
+            found |= self._computed(f"j - i - {of_k} + {of_q}")
+            found |= self._computed(
+                *[f"{q.group} * i // {t} - ceil(seqlen_q / {t})"] * (q.group > 1)
+            )
         for parts, t in product(SPLITS, LOOPS):
             each = f"ceil(seqlen_k / {t}) // {parts}"
             counts = [f"j // {t} - {count} * {parts}" for count in (each, f"max(1, {each})")]
@@ -206,6 +213,9 @@ class Places:
             name = f"{packed} of its tile of {t}, modulo its queries"
             rows[name] = first + (row - g * first) % count
         found: Features = {"h": lambda: h + 0 * i, f"h % {g}": lambda: h % g + 0 * i}
+        for t in PACKED:
+            tiles = partial(lambda t: row // t - -(-n // t), t)
+            found[f"{packed} // {t} - ceil(seqlen_q / {t})"] = tiles
         for name, at in rows.items():
             found[f"j - {name}"] = partial(np.subtract, j, at)
             found[f"j - {name} - seqlen_k + seqlen_q"] = partial(np.subtract, j - self.m + n, at)
