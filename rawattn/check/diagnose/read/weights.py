@@ -97,8 +97,12 @@ def _with_lse(by: maps.Map, nothing: float, c: Context) -> Array:
 def _say_scores(said: Said, x: Field, second: Callable[[], Weights]) -> None:
     """What ``x``, log-weights less the right scores, tells of the scores."""
     read, c = said.weights, context_of(said.weights.places, said.weights.right.S)
-    if x.zero:
+    if x.zero and not (text := _of_exp(read, x.there)):
         said.right.append("scores and softmax_scale")
+        return
+    if x.zero:
+        said.say(text, "narrow-intermediate")
+        said.unread.append("by which approximation")
         return
     said.term = term_of(x, c) or _counted(read, second)
     said.term = said.term or (None if read.passed else term_of(x, c, many=True))
@@ -175,10 +179,11 @@ def _by_parts(read: Weights, tile: int, parts: int) -> tuple[Array, dict[str, Ar
 def _of_exp(read: Weights, there: Array) -> str:
     """Whether weights are off by a smooth function of their scores, in words; "" if not."""
     S = np.where(there, read.right.S, -np.inf)
-    top = S.max(axis=-1, keepdims=True)
+    of_lse = read.right.lse[..., None]  # that a backward pass is given
+    top, lse = (of_lse,) * 2 if read.passed else (S.max(axis=-1, keepdims=True), read.lse)
     off = np.where(there, read.logs - read.right.S, 0.0)
     known = [off - np.take_along_axis(off, S.argmax(axis=-1)[..., None], axis=-1)]
-    known += [] if read.lse is None else [off + np.where(there, read.lse[..., None], 0.0)]
+    known += [] if lse is None else [off + np.where(there, lse.reshape(*top.shape), 0.0)]
     with np.errstate(invalid="ignore"):
         below = np.where(np.isfinite(top), S - top, -np.inf)
     for off, keys, (words, at) in product(known, (1 << 30, 16), OF_EXP.items()):
@@ -188,6 +193,7 @@ def _of_exp(read: Weights, there: Array) -> str:
         smooth = SMOOTH[read.places.question.dtype.itemsize]
         if e.size > MANY and most < ABOUT and np.mean(np.diff(e) ** 2) < smooth * 2 * e.var():
             off_by = f"off by up to {fields.number(most)} of it"
+            words = words.replace("row_max", "lse") if read.passed else words
             return f"exp is not exact: {off_by}, which hangs on {words} alone"
     return ""
 
