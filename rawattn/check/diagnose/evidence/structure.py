@@ -289,7 +289,8 @@ def rules_of(*shown: Shown, among: Iterable[str] | None = None) -> Iterator[Rule
     plain = [one for one in every if many or not CHANCE.fullmatch(one.span.feature)]
     yield from _rules(plain, 2)
     yield from _rules(_spans(shown, inside, filter(SPLIT.search, places.loops)), 1)
-    for spans in (plain + loops, every):
+    alone = "j - i - "  # what begins so: with other bounds chance fits them
+    for spans in ([*plain, *(x for x in loops if not x.span.feature.startswith(alone))], every):
         yield from _rules(spans, 2)
 
 
