@@ -40,6 +40,7 @@ AGREEING, SETTLED, DEAR = 4, 200.0, 2000.0  # kinds of cases; effort after which
 SURE, COARSE = ("high", "medium"), "narrow-intermediate"
 # lengths of what is asked once more
 FURTHER = ((21, 3, 48, 0, 38), (70, 9, 32), (5, 19, 2, 27, 13, 40, 11, 23, 64))
+HEAD_DIMS = [{"head_dim": x, "head_dim_v": x} for x in (64, 128)]
 REFUTED = "it does not give the numbers of other problems"
 OF_MASKS = (*LOOSE, "tile-skipped")  # told as what is missed, or seen, beside the mask
 FORMS = 12  # and bugs that look the same, of which one may hold on further problems
@@ -93,7 +94,8 @@ def explain_failures(
     joined = _joined(f"{candidate.name} against {against}", found)
     findings = _as_failing(joined.findings)
     every = {str(case): case for kind, _ in found for case in kind}
-    findings = [_asked_once_more(candidate, f, every[f.cases[0]]) for f in findings]
+    several = len(findings) > 1
+    findings = [_asked_once_more(candidate, f, every[f.cases[0]], several) for f in findings]
     findings.sort(key=lambda f: (f.bug in NAMELESS, f.rank, any(REFUTED in x for x in f.evidence)))
     findings.sort(key=lambda f: f.confidence == "low" and any(REFUTED in x for x in f.evidence))
     if findings and (first := findings[0]).side == SIDE and not first.sure:
@@ -110,10 +112,11 @@ def _finest(candidate: Candidate, case: Case) -> Case:
     return fine if any(x.verdict.verdict == "FAIL" and x.tensor != "-" for x in rows) else case
 
 
-def _asked_once_more(candidate: Candidate, f: Finding, case: Case) -> Finding:
-    """A finding that ``case`` shows, as sure as problems of other lengths and options leave it."""
+def _asked_once_more(candidate: Candidate, f: Finding, case: Case, several: bool) -> Finding:
+    """A finding that ``case`` shows, as sure as problems of other lengths and options leave it; of
+    ``several`` one may be of a head_dim alone."""
     asked = question_of(candidate.fit(small(case)), clean=True)
-    gives, lacking = partial(_gives, candidate, asked), partial(_lacking, candidate, case)
+    gives, lacking = partial(_gives, candidate, asked), partial(_lacking, candidate, case, several)
     return once_more(f, asked, gives, lacking) if f.side == SIDE else f
 
 
@@ -146,10 +149,15 @@ def _others(f: Finding, asked: Question, gives: Gives) -> Iterator[Finding]:
             yield one if name == f.bug else replace(other, title=f"{of.title}: {form}")
 
 
-def _lacking(candidate: Candidate, case: Case, f: Finding) -> Iterator[str]:
+def _lacking(candidate: Candidate, case: Case, several: bool, f: Finding) -> Iterator[str]:
     """On which further problems what was planted does not give the function's numbers."""
     if any(not _holds(candidate, f, case, lengths) for lengths in FURTHER):
         yield "at other lengths"
+    dims: dict[str, Any] = (
+        HEAD_DIMS[case.head_dim == 64] if several and f.confidence == "high" else {}
+    )
+    if dims and not _holds(candidate, f, replace(case, **dims), FURTHER[-1]):
+        yield "at other head_dims"
     for name, unused in UNUSED.items():
         of_mask = f.bug in OF_MASKS and name in ("causal", "window")
         about = of_mask or name.partition("_")[0] in f.bug

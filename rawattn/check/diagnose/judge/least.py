@@ -79,16 +79,16 @@ class Asker(NamedTuple):
 
 def least(asker: Asker, case: Case) -> str:
     """The lengths of the smallest problem on which a pass fails, and what is wrong; "" for none."""
+    needed = []
+    for name, plainest in {"dtype": "float64", **UNUSED}.items() if asker.fails(case) else ():
+        one = replace(case, **{name: plainest}) if hasattr(case, name) else case
+        if one != case and asker.fails(one):
+            case = case if name in ("causal", "window") else one  # which leave few pairs
+        elif one != case:
+            needed += [name] * (name != "dtype")
     wide = replace(case, head_dim=WIDE, head_dim_v=WIDE)  # which tell sums of more rows
     tried = (one for of in (wide, case)[asker.stage in FIRST :] for one in _tried(of))
     for shown in islice(filter(asker.fails, tried), TRIED):
-        needed = []
-        for name, plainest in {"dtype": "float64", **UNUSED}.items():
-            one = replace(shown, **{name: plainest}) if hasattr(shown, name) else shown
-            if one != shown and asker.fails(one):
-                shown = shown if name in ("causal", "window") else one  # which leave few pairs
-            elif one != shown:
-                needed += [name] * (name != "dtype")
         said = list[str]()
         for moved, one in _moved(asker, shown):
             question = asker.question(one)
