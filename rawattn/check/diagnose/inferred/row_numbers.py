@@ -14,7 +14,7 @@ from rawattn.check.diagnose.catalogue.inputs import array_of, of_view
 from rawattn.check.diagnose.catalogue.second_order import at, with_values
 from rawattn.check.diagnose.engine.attention import TILES, Bug, Passed, Same, contexts, sequences
 from rawattn.check.diagnose.engine.question import BY_ROW, OF_KEYS, OF_SLOTS, Question, by_rows
-from rawattn.check.diagnose.engine.steps import LOG2_E, STEPS, Context, Floats, Step, row_max
+from rawattn.check.diagnose.engine.steps import LOG2_E, STEPS, Context, Floats, Step, row_max, sunk
 from rawattn.check.diagnose.evidence.places import places_of
 from rawattn.check.diagnose.evidence.precision import finite
 from rawattn.check.diagnose.evidence.structure import where
@@ -39,11 +39,12 @@ QUANTITIES: dict[str, Step] = {  # (heads, n) of a context that a number may hol
     "": lambda c: np.ones(c.S.shape[:2]),
     "log(row_sum)": lambda c: c.L - row_max(c),
     "ddsinks (1 - exp(sink - lse))": lambda c: c.tsink * (1 - c.P0) + 0 * c.L,
+    "e of the keys, without sinks": sunk(lambda c: (c.e - c.P0 * c.tsink) / (1 - c.P0)),
     "row_sum e": lambda c: QUANTITIES["row_sum"](c) * c.e,
     "e of the query's own block": lambda c: _of_own(c),
 }
 ALL = [*QUANTITIES]
-HELD = {"second": ALL, "backward": ALL[2:-3], "jvp": [ALL[1], *ALL[5:]], "forward": ALL[5:-3]}
+HELD = {"second": ALL, "backward": ALL[2:-4], "jvp": [ALL[1], *ALL[5:]], "forward": ALL[5:-4]}
 OF = {"W": "second-w-omitted", "D": "delta-of-another-out", "e": "tangent-e-omitted"}
 
 

@@ -14,7 +14,7 @@ import numpy as np
 from rawattn.check.diagnose.catalogue import first_order, second_order
 from rawattn.check.diagnose.catalogue.inputs import of_view
 from rawattn.check.diagnose.catalogue.second_order import by_given_out, of_one_pass, with_values
-from rawattn.check.diagnose.catalogue.sparse import selection
+from rawattn.check.diagnose.catalogue.sparse import selection, walks
 from rawattn.check.diagnose.catalogue.stages import OPERANDS, RESULTS
 from rawattn.check.diagnose.engine.attention import FIRST, FORWARD, TILES, Bug, View, each, solve
 from rawattn.check.diagnose.engine.question import Question, by_rows, side_of
@@ -97,7 +97,9 @@ def _listed(question: Question) -> Iterator[Bug]:
         text = f"all keys of tiles of {tile} queries and {other} keys in which some are seen"
         yield Bug("wrong-keys", text, see=each(_whole_tiles, tile, other))
     listed = selection.bugs(question) if question.sparse else first_order.bugs(question)
-    yield from (b for b in listed if b.see is not None and b.stages != FORWARD)
+    of_lists = walks.cut(question, "dk dv") if question.sparse else ()
+    every = chain(listed, of_lists)
+    yield from (b for b in every if b.see is not None and b.stages != FORWARD)
 
 
 def _whole_tiles(tile: int, other: int, _: Question, view: View) -> View:

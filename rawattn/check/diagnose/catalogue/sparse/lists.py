@@ -51,6 +51,16 @@ def _again(x: Lists, slots: bool = False, own: bool = False, apart: bool = False
     return replace(x, times=x.walked | np.concatenate([repeated, own & x.has_own], axis=2))
 
 
+def _kept(future: bool, x: Lists) -> Lists:
+    """Slots that name no block, or one of the ``future``, count the last one before once more."""
+    skipped = ~x.is_block | (future & (x.named > x.own_block))
+    last = np.maximum.accumulate(np.where(skipped, -1, x.slots), axis=2)
+    named = np.take_along_axis(x.named, np.maximum(last, 0), axis=2)
+    found = replace(x, named=np.where(last < 0, -1, named))
+    again = np.concatenate([skipped & found.exists, x.own & False], axis=2)
+    return replace(found, times=found.walked | again)
+
+
 def _uncut(free: Callable[[Ints, Ints], Any]) -> Change:
     """Entries that are not cut at the query: by whether they are slots, and name the own block."""
     slots: Of = lambda x: np.arange(x.named.shape[2] + 1) < x.named.shape[2]  # noqa: E731
@@ -92,6 +102,8 @@ TABLE: tuple[Row, ...] = (
     (READ, "if negative from the end", where(named=lambda x: x.named + x.blocks * (x.named < 0))),
     (READ, "past the end as the last block", where(named=lambda x: np.fmin(x.named, x.blocks - 1))),
     (READ, "if negative as the first block", where(named=lambda x: np.maximum(x.named, 0))),
+    (READ, "as the block of the slot before, which counts again", partial(_kept, False)),
+    (READ, "as the block before, again, those behind the query too", partial(_kept, True)),
     (READ, "by block * block_size in 32 bits", IN_32_BITS),
     (MISREAD, "block_indices: block n - 1", where(named=lambda x: x.named - 1)),
     (CUT, "a last block that is not full", FULL_ONES),
@@ -125,6 +137,7 @@ SHIFTS: dict[str, Callable[[Question], Any]] = {  # keys of a block that lie bef
 }
 SHIFTED: dict[str, Change] = {
     "": where(length=lambda x: x.length + x.shift, place=lambda x: x.place + x.shift),
+    ", own ones alone": where(place=lambda x: x.place + x.shift, shift=lambda x: 0 * x.shift),
     ", not own ones": _only(lambda x: x.counted & ~(x.question.causal & (x.named > x.own_block))),
 }
 FOR = {"the own block and the mask": "place bound", "the own block": "place", "the mask": "bound"}

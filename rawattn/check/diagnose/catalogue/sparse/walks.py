@@ -140,9 +140,9 @@ def bugs(question: Question, wrong: Collection[str]) -> Iterator[Bug]:
             yield Bug(name, f"{' and '.join(names)}, {text}", BACKWARD, steps=steps)
 
 
-def cut(question: Question) -> Iterator[Bug]:
-    """The same of walks that everything is made of, but for the last block alone."""
-    rows = (row for row in _shares(question, *KINDS["dq"]) if row[0] != SHARED[OVERWRITES])
+def cut(question: Question, of: str = "dq") -> Iterator[Bug]:
+    """The same of walks, or lists, that everything is made of, but for the last block alone."""
+    rows = (row for row in _shares(question, *KINDS[of]) if row[0] != SHARED[OVERWRITES])
     yield from (Bug(name, text, see=each(_kept, kept)) for name, text, kept in rows)
 
 
@@ -179,11 +179,14 @@ def stale(question: Question) -> Iterator[Bug]:
     """v of a block from the stage of another step of a query's walk."""
     for (of, order), (words, which) in product(ORDERS.items(), stages.LOOPS.items()):
         text = f"V in P V {words} of the blocks that a query walks, {of}"
-        yield Bug("stale-tile", text, FORWARD, steps={"O": partial(_stale_out, order, which)})
+        yield Bug("stale-tile", text, FORWARD, steps={"O": partial(_stale_out, order, which, "O")})
+        steps = {"tO": partial(_stale_out, order, which, "tO")}
+        yield Bug("stale-tile", text.replace("V", "tV"), ("jvp", "second"), steps=steps)
 
 
-def _stale_out(order: Order, which: stages.Which, c: Context) -> Floats:
-    """P V where the rows of V, at the same places, are those of another block of the walk."""
+def _stale_out(order: Order, which: stages.Which, step: str, c: Context) -> Floats:
+    """A product with P where the other's rows, at the same places, are those of another block of
+    the walk."""
     keys, size = c.W.shape[2], c.question.block_size
     place, count = in_walk(order, c.question, c.view)
     blocks = np.full((*place.shape[:2], int(count.max(initial=0)) + 1), -1)
@@ -196,7 +199,10 @@ def _stale_out(order: Order, which: stages.Which, c: Context) -> Floats:
     key = np.where(other < 0, keys, np.minimum(other * size + j % size, keys))
     P = np.zeros((*place.shape[:2], keys + 1))
     np.add.at(P, (h, i, key), c.P[h, i, j])
-    return np.asarray(STEPS["O"](changed(c, P=P[..., :-1] * (place >= 0))))
+    P = P[..., :-1] * (place >= 0)
+    if step == "O":
+        return np.asarray(STEPS["O"](changed(c, P=P)))
+    return np.asarray(STEPS[step](changed(c, P=P, tP=0 * P)) + STEPS[step](changed(c, P=0 * P)))
 
 
 def _weighed(step: str, kept: Kept, c: Context) -> Floats:
