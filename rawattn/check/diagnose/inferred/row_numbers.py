@@ -57,17 +57,18 @@ UNITS = {"": "", "row_max": ", each beside its own row's maximum,"}
 def carried(question: Question, loops: str, tile: int, x: Floats) -> Floats:
     """Of rows (heads, tokens, ...) the sums with all that were in the same place of a tile before,
     in nested ``loops``, since those in front of "|" went on."""
-    clears, found, units = loops.index("|"), x.copy(), []
-    for h, b in product(range(len(x)), range(question.batch)):
-        rows = np.arange(*question.cu_seqlens_q[b : b + 2])
-        for m in range(0, len(rows), tile):
-            of = {"b": b, "g": h // question.group, "h": h, "m": m}
-            units.append(([of[loop] for loop in loops.replace("|", "")], h, rows[m : m + tile]))
-    sums, last = np.zeros((tile, *x.shape[2:])), [-1] * clears
-    for now, h, rows in sorted(units, key=lambda unit: unit[0]):
-        sums, last = sums * (now[:clears] == last), now[:clears]
-        sums[: len(rows)] += x[h, rows]
-        found[h, rows] = sums[: len(rows)]
+    outer, inner = loops.split("|")
+    h, t = np.nonzero(np.ones(x.shape[:2]) * (question.sequence_of("q") >= 0))
+    i = question.place_of("q")[t]
+    of = {"b": question.sequence_of("q")[t], "g": h // question.group, "h": h, "m": i // tile}
+    chains = np.stack([i % tile, *(of[loop] for loop in outer)])
+    order = np.lexsort([*(of[loop] for loop in inner[::-1]), *chains[::-1]])
+    starts = np.append(True, (np.diff(chains[:, order]) != 0).any(axis=0))[: len(order)]
+    chain, rows = starts.cumsum() - 1, (h[order], t[order])
+    at = chain, np.arange(len(order)) - np.flatnonzero(starts)[chain]
+    sums = np.zeros((len(order) and max(chain) + 1, max(at[1], default=0) + 1, *x.shape[2:]))
+    sums[at], found = x[rows], x.copy()
+    found[rows] = sums.cumsum(axis=1)[at]
     return found
 
 
@@ -175,7 +176,6 @@ def bugs(sample: Sample) -> Iterator[Bug]:
     for number in NUMBERS[sample.stage] if sample.wrong else ():
         read = read_of(sample, number)
         yield from _told(rows, number, *read) if read else ()
-    yield from of_loops(sample)
 
 
 def _kept(of: str, unit: str, loops: str, tile: int, q: Question, right: Found) -> Found:

@@ -47,8 +47,8 @@ KERNELS = (
 )
 GENERIC = ("wrong-keys", "sparse-inverted-lists", "unknown")  # what others say more exactly
 LOOSE = (*GENERIC, "denominator", "pairs-dropped")  # of what is read, likewise
-INFERRED = (inputs.of_parts, inputs.numbers, inputs.bugs, unwritten.bugs)
-QUICK = 2  # of these, which cost next to nothing
+INFERRED = (inputs.of_parts, inputs.numbers, row_numbers.of_loops, inputs.bugs, unwritten.bugs)
+QUICK = 3  # of these, which cost next to nothing
 RIGHT = (NO_BUG, replace(NO_BUG, steps={"tO": second_order.by_given_out}))  # tO by the given out
 Search = Callable[[Sample], Iterable[Bug]]
 
