@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 
 from rawattn.check.diagnose.catalogue.maps import Map, geometry
+from rawattn.check.diagnose.catalogue.partial_sums import Keys, parts_of_keys
 from rawattn.check.diagnose.engine.attention import STEPS, TILES, Context
 from rawattn.check.diagnose.evidence.places import Array, Places, Right, log_sum, places_of
 from rawattn.check.diagnose.evidence.structure import Rule, Span, where
@@ -23,6 +24,11 @@ SINK, MORE = "sink", "the larger of row_max and sink"
 ROUNDED = 8e-3  # off by less: sums or weights in 16 bits may be
 TELLING = 0.1  # noise of the logarithm of what is in a row sum, at most, where it tells something
 OF_ROWS = {"due": "", "beside": ", each beside its own row's maximum,"}
+OF_PARTS: dict[str, Callable[..., Any]] = {  # by keys of a part, those of rows, and what they see
+    "with keys": lambda part, j, right: len(part) > 0,
+    "of which a row sees a key": lambda part, j, right: (np.isin(j, part) & right).any(axis=1),
+    "of the keys": lambda part, j, right: 1,
+}
 KEYS: dict[str, Callable[[Places], Array]] = {  # that row sums may be over
     "the keys that must be seen": lambda places: places.rights,
     "all keys of the sequence": lambda places: places.own[None],
@@ -313,8 +319,8 @@ def _often(x: _Read, times: Array) -> str:
     whole = np.rint(often) + 0.0
     if np.abs(often - whole).max(initial=0.0) > 0.02 or whole.min(initial=0.0) < 0:
         return ""
-    of = "once for every part of the keys, or every empty one?"
-    return f"{whole.min():.0f} to {whole.max():.0f} times ({of})"
+    low, high = whole.min(), whole.max()
+    return f"{high:.0f} times" if low == high else f"{low:.0f} to {high:.0f} times"
 
 
 def _with_more(x: _Read, mass: Array) -> Iterator[Form]:
@@ -325,6 +331,10 @@ def _with_more(x: _Read, mass: Array) -> Iterator[Form]:
     ends |= {f"{padded} keys": (0, padded)} if padded > max(lengths) else {}  # which is not here
     ends |= {f"the end of its last tile of {t} keys": (t, 0) for t in TILES}
     units: dict[str, Logs] = {end: partial(_padding, *of) for end, of in ends.items()}
+    parts = parts_of_keys(x.places.question) if x.sinks is not None else {}
+    for (of_part, there), (cut, keys) in product(OF_PARTS.items(), parts.items()):
+        words = f"the row sums have exp(sink) once for every part {of_part}, {cut}, not once"
+        yield words, "denominator", partial(_and_more, np.ones((1, 1)), partial(_once, there, keys))
     one: tuple[str, Logs] = (SINK, lambda x: np.exp(x.sinks))
     units |= [("", lambda x: np.ones_like(x.top)) if x.sinks is None else one]
     for end, of in units.items():
@@ -346,6 +356,15 @@ def _padding(tile: int, length: int, x: Rows) -> Array:
     m = x.places.m[:, 0]
     keys = -m % tile if tile else (length or max(x.places.question.lengths_k)) - m
     return np.asarray(keys + np.zeros_like(x.top))
+
+
+def _once(there: Callable[..., Any], keys: Keys, x: Rows) -> Array:
+    """The sink for all but one of the parts that are there for a row."""
+    p, count = x.places, np.zeros(len(x.places.m))
+    for m in np.unique(p.m):
+        rows = p.m[:, 0] == m
+        count[rows] = sum((there(part, p.j[rows], p.right[rows]) for part in keys(int(m))), 0)
+    return np.asarray((count - 1) * np.exp(x.sinks))
 
 
 def _and_more(times: Array, of: Logs, x: Rows) -> Array:
