@@ -275,27 +275,24 @@ EXPONENTS: dict[str, Weights] = {  # of factors of the results of parts
     "1": lambda p: np.zeros_like(p.tops),
 }
 OVER: dict[str, Callable[[Parts, Floats], Floats]] = {  # which these factors are divided by
-    "their sum": lambda p, x: np.log(_exp(x - _finite(x.max(axis=0))).sum(axis=0)) + x.max(axis=0),
+    "their sum": lambda p, x: np.logaddexp.reduce(x, axis=0),
     "the largest": lambda p, x: x.max(axis=0),
     "exp(lse)": lambda p, x: _whole(TAKEN[RIGHT], p),
     "exp(row_max)": lambda p, x: p.top,
     "row_sum": lambda p, x: _whole(TAKEN[RIGHT], p) - p.top,
-    "the sum of exp(row_max) row_sum, beside different maxima": lambda p, x: (
-        p.top + np.log(p.row_sums.sum(axis=0))
-    ),
     "": lambda p, x: 0 * p.top,
 }
 
 
-def _weighted(of: str, over: str, divided: bool, parts: Parts) -> Floats:
-    x = EXPONENTS[of](parts)
-    weights = _exp(x - _finite(OVER[over](parts, x)))
-    return weights if divided else weights * parts.row_sums
+def _weighted(of: str, over: str, divided: bool, p: Parts) -> Floats:
+    x = EXPONENTS[of](p)
+    return _exp(x - _finite(OVER[over](p, x))) * (1.0 if divided else p.row_sums)
 
 
 # what the results of parts are multiplied by
 WEIGHTS: dict[str, Weights] = {text: partial(_shares, taken) for text, taken in TAKEN.items()} | {
     "one by one, beside an lse that holds the part already": _updated,
+    SUMMED: lambda p: p.row_sums * _exp(p.tops - p.top) / p.row_sums.sum(axis=0),
     "exp2 of natural units, less the right lse of all": lambda p: _exp(
         LN_2 * (p.lses - _finite(_whole(TAKEN[RIGHT], p)))
     ),

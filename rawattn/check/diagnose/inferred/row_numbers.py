@@ -16,10 +16,10 @@ from rawattn.check.diagnose.engine.attention import FORWARD, TILES, Bug, Passed,
 from rawattn.check.diagnose.engine.question import BY_ROW, OF_KEYS, OF_SLOTS, Question, by_rows
 from rawattn.check.diagnose.engine.steps import LOG2_E, STEPS, Context, Floats, Step, row_max
 from rawattn.check.diagnose.evidence.places import places_of
-from rawattn.check.diagnose.evidence.precision import finite, relative_residual
+from rawattn.check.diagnose.evidence.precision import finite
 from rawattn.check.diagnose.evidence.structure import where
 from rawattn.check.diagnose.evidence.support import NO_RULE
-from rawattn.check.diagnose.inferred.sample import WHOLE, Sample
+from rawattn.check.diagnose.inferred.sample import Sample
 from rawattn.check.diagnose.inferred.terms import CLEAR, CLOSE
 from rawattn.check.diagnose.read.fields import of_view as of_pairs
 from rawattn.check.diagnose.read.fields import other_rows, sum_in_words, sums_of
@@ -28,7 +28,7 @@ from rawattn.reference.dense import dead_to_inf
 APART = (*OF_SLOTS, "delta")  # results that are made apart
 LOWEST = -(2**40)  # of no key
 TINY = 1e-5  # of numbers: what is less is rounding
-NEAR = 0.02  # residual of sums that are not cleared
+MANY, EFFORT = 6, 3000.0  # sums that are not cleared, and what is spent on them
 LEAST = 1e-3  # of what numbers are known by in most rows: where it is less they are not known
 QUANTITIES: dict[str, Step] = {  # (heads, n) of a context that a number may hold
     **{"W": lambda c: c.w, "e": lambda c: c.e, "D": lambda c: c.D},
@@ -48,6 +48,7 @@ HELD = {"second": ALL, "backward": ALL[2:-3], "jvp": [ALL[1], *ALL[5:]], "forwar
 OF = {"W": "second-w-omitted", "D": "delta-of-another-out", "e": "tangent-e-omitted"}
 
 Found = dict[str, Floats]
+UNCLEARED = "accumulator-not-reset"
 LOOPS = {"b": "sequence", "g": "group of heads", "h": "head", "m": "tile of {} queries"}
 ORDERS = ["bm|h", "bmg|h", "bh|m", "hm|b", *("".join(x) for x in permutations("bhm|"))]
 KEPT = {"out and row_sum": (1, 1), "row_sum": (0, 1), "out": (1, 0)}  # the sums of both
@@ -191,23 +192,15 @@ def _kept(of: str, unit: str, loops: str, tile: int, q: Question, right: Found) 
         return right | {"out": out, "lse": (np.log(by[..., :1]) + top)[..., 0]}
 
 
-def of_loops(sample: Sample) -> Iterator[Bug]:
+def of_loops(sample: Sample) -> list[Bug]:
     """A forward pass whose sums are not cleared for every row."""
-    q, seen = sample.question, set[bytes]()
-    mixed = np.random.default_rng(0).standard_normal((q.v.shape[2], 1))
-    right = {n: x @ mixed if n == "out" else x for n, x in sample.truth.items()}
-    names = sample.found.keys() & {"out", "lse"}
-    found = {n: sample.found[n] @ (mixed if n == "out" else np.eye(1)) for n in names}
-    asked = sample.stage == "forward" and len(names) == 2 and sample.wrong
-    for (text, loops, tile), unit, of in product(loops_of(q, 3), UNITS, KEPT) if asked else ():
-        store = partial(_kept, of, unit, loops, tile)
-        x = store(q, right)
-        key = np.round(np.concatenate([x["lse"].ravel(), x["out"].ravel()]), 8).tobytes()
-        left = {n: relative_residual(found[n], by_rows(n, x[n]), WHOLE) for n in names}
-        if key not in seen and max(left.values()) < NEAR:
-            text = f"{of}{UNITS[unit]} are {text}"
-            yield Bug("accumulator-not-reset", text, FORWARD, store=store)
-        seen.add(key)
+    asked = loops_of(sample.question, 3) if sample.stage == "forward" else ()
+    stores = (
+        (f"{of}{UNITS[unit]} are {text}", partial(_kept, of, unit, loops, tile))
+        for unit, of, (text, loops, tile) in product(UNITS, KEPT, asked)
+    )
+    bugs = (Bug(UNCLEARED, text, FORWARD, store=store) for text, store in stores)
+    return sample.near([bugs], MANY, EFFORT)
 
 
 def read_of(sample: Sample, number: Number) -> Read | None:
@@ -285,7 +278,7 @@ def _forms(
             yield "statistics-misplaced", text, partial(Rows.moved, name=right, by=by_map, own=own)
     for text, loops, tile in loops_of(rows.question, 1) if right else ():
         of = partial(Rows.carried, name=right, loops=loops, tile=tile)
-        yield "accumulator-not-reset", f"sums {text}", of
+        yield UNCLEARED, f"sums {text}", of
 
 
 OF_ALL, ITS = "all queries", "exp(sink - lse)"

@@ -36,7 +36,7 @@ ROWS = 4  # wrong ones, at least, for a bug to be one of these alone
 ELSEWHERE = "; all else is right"
 OF_LANES = re.compile(r"the (row|key)s with \w \S+ \d+ = \d+")
 # words of forms that tell no cause
-OF_NO_CAUSE = "and of no others", "or are not written", "the first tile alone"
+OF_NO_CAUSE = "and of no others", "or are not written", "the first tile alone", "is another number"
 INEXACT = (NO_RULE, ELSEWHERE, *OF_NO_CAUSE, "holds other numbers")
 BETTER = 0.95  # of the residual, at most, that a bug leaves where it is the reason
 FAR = 0.3  # residual of what no rounding explains
