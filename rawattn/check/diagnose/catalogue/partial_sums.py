@@ -180,17 +180,10 @@ RUNNING = "the running maximum"
 # the maximum that a tile leaves to the next one, of tiles that a row sees, and at last to lse
 MAXIMA: dict[str, Callable[[Floats], Floats]] = {
     RUNNING: partial(np.maximum.accumulate, axis=0),
-    "as if the maximum of each tile were the running one": lambda tops: _of_tile(tops, False),
-    "as if the maximum of the first tile were the running one": lambda tops: _of_tile(tops, True),
+    "as if the maximum of each tile were the running one": lambda tops: np.take_along_axis(
+        tops, np.maximum.accumulate((tops > -np.inf) * np.arange(len(tops))[:, None, None]), axis=0
+    ),
 }
-
-
-def _of_tile(tops: Floats, first: bool) -> Floats:
-    """Of every tile the maximum of the first one that a row sees so far, or of the last one."""
-    there = ~np.isneginf(tops)
-    at = np.where(there, np.arange(len(tops))[:, None, None], 0)
-    at = np.where(there.cumsum(axis=0) > 0, there.argmax(axis=0), 0) if first else at
-    return np.take_along_axis(tops, np.maximum.accumulate(at, axis=0), axis=0)
 
 
 def rescaled(parts: Parts, wrong: Sequence[str], way: Way, kept: str = RUNNING) -> Results:

@@ -218,7 +218,6 @@ def _forms(x: _Read, passed: bool) -> Iterator[Form]:
         if other is not None:
             text = f"the row sums{beside} are those of other rows: {other[0].words}"
             yield text, "statistics-misplaced", partial(_moved, other[0], name)
-    yield from _of_heads(x)
     yield from _with_more(x, mass)
     basis = {name: (of / x.noise)[x.known] for name, of in _parts(x).items()}
     for factors in sums_of(basis, x.total[x.known] / x.noise, MOST):
@@ -297,20 +296,6 @@ def _bounds(x: _Read, there: Array, tile: int) -> Iterator[Rule]:
             for span in (Span(name, None, int(value)), Span(name, int(value), None)):
                 if abs(np.log(e[span.among(of)].sum())) < x.noise:
                     yield Rule((span,))
-
-
-def _of_heads(x: _Read) -> Iterator[Form]:
-    """The row sums of several heads, each so many whole times."""
-    rows = x.known.all(axis=0) & np.isfinite(x.due).all(axis=0)
-    if rows.sum() <= len(x.due) or len(x.due) == 1:
-        return
-    parts, sums = np.exp(x.due)[:, rows], np.exp(x.total)[:, rows]
-    held = np.rint(np.linalg.lstsq(parts.T, sums.T, rcond=1e-9)[0].T) + 0.0
-    if (held >= 0).all() and held.any(axis=1).all():
-        told, several = fields.in_heads(held, np.eye(len(held))), held.sum(axis=1).max() > 1
-        text = f"the row sums are of the keys of {'several' if several else 'other'} heads: {told}"
-        name = "accumulator-not-reset" if several else "statistics-misplaced"
-        yield text, name, lambda x: np.log(held @ np.exp(x.due))
 
 
 def _often(x: _Read, times: Array) -> str:
