@@ -108,7 +108,7 @@ tile-counted-twice: a tile of keys counts twice
     the split between masked and unmasked tiles of the loop
 tile-overwrites: a sum over tiles holds the contribution of one tile alone
     the store inside of the loop: it must add, or stand behind the loop
-accumulator-not-reset: a tile of a result holds the sums of the tiles before it too
+accumulator-not-reset: a result holds the sums of tiles or heads before it too
     where the accumulator is cleared: in the loop over tiles, not in front of it
 race: two equal calls give different numbers
     a missing barrier, or two threads that store to one place

@@ -162,7 +162,9 @@ HEADS: dict[str, Callable[[Ints, int, int], Ints]] = {  # head h of so many, a g
     "the next head": lambda h, count, group: (h + 1) % count,
     "the head before": lambda h, count, group: (h - 1) % count,
     "the first head": lambda h, count, group: 0 * h,
+    "the last head": lambda h, count, group: 0 * h + count - 1,
     "the first head of the group": lambda h, count, group: h - h % group,
+    "the last head of the group": lambda h, count, group: h - h % group + group - 1,
     "head h // group": lambda h, count, group: h // group,
     "head h % num_heads_kv": lambda h, count, group: h % (count // group),
     "head h % group": lambda h, count, group: h % group,
@@ -224,8 +226,8 @@ def heads(question: Question) -> Iterator[Map]:
 def other_heads(own: Ints, count: int, group: int) -> dict[str, Ints]:
     """What query heads may take for their ``own`` one of so many; what is alike here once."""
     h, tables, alike = np.arange(len(own)), [*HEADS.items()], dict[bytes, list[str]]()
-    found = {words: head(own, count, 1) for words, head in tables[:3]}
-    found |= {words: head(h, len(own), group) % count for words, head in tables[3:] if group > 1}
+    found = {words: head(own, count, 1) for words, head in tables[:4]}
+    found |= {words: head(h, len(own), group) % count for words, head in tables[4:] if group > 1}
     for words, taken in found.items():
         if not np.array_equal(taken, own):
             alike.setdefault(taken.tobytes(), []).append(words)

@@ -163,8 +163,8 @@ WAYS: dict[str, Way] = {  # f: factors; r: row sums
     ),
     "not rescaled at the last tile": lambda f, r: (np.r_[f[:-1], np.ones_like(f[:1])], 1.0),
 }
-for least, (units, of) in product((1, 2, 4, 8), {"": 1.0, " in base 2": LN_2}.items()):
-    text, small = f"not rescaled where it rises by less than {least}{units}", np.exp(-least * of)
+for least, (units, of) in product(np.arange(1, 17) / 2, {"": 1.0, " in base 2": LN_2}.items()):
+    text, small = f"not rescaled where it rises by less than {least:g}{units}", np.exp(-least * of)
     WAYS[text] = partial(lambda small, f, r: (np.where(f > small, 1.0, f), 1.0), small)
 
 
@@ -176,26 +176,38 @@ def ways(question: Question) -> dict[str, Way]:
 
 
 RIGHTLY = _power(1)
+RUNNING = "the running maximum"
+# the maximum that a tile leaves to the next one, of tiles that a row sees, and at last to lse
+MAXIMA: dict[str, Callable[[Floats], Floats]] = {
+    RUNNING: partial(np.maximum.accumulate, axis=0),
+    "as if the maximum of each tile were the running one": lambda tops: np.take_along_axis(
+        tops, np.maximum.accumulate((tops > -np.inf) * np.arange(len(tops))[:, None, None]), axis=0
+    ),
+}
 
 
-def rescaled(parts: Parts, wrong: Sequence[str], way: Way) -> Results:
-    """Tile after tile, the ``wrong`` sums rescaled in another way."""
-    sums, others = totals(parts, RIGHTLY), totals(parts, way)
-    return divided(parts.top, sums | {name: others[name] for name in wrong})
+def rescaled(parts: Parts, wrong: Sequence[str], way: Way, kept: str = RUNNING) -> Results:
+    """Tile after tile, the ``wrong`` sums, or the maximum, rescaled in another way."""
+    sums, others = totals(parts, RIGHTLY), totals(parts, way, kept)
+    sums |= {name: others[name] for name in wrong}
+    return divided(sums["top"], sums)
 
 
-def totals(parts: Parts, way: Way) -> dict[str, Floats]:
-    """The sums against the maximum of the last step, all rescaled in one way."""
+def totals(parts: Parts, way: Way, kept: str = RUNNING) -> dict[str, Floats]:
+    """The sums against the maximum of the last step, all rescaled in one way, and the last one
+    that is ``kept``, of MAXIMA."""
     there = ~np.isneginf(parts.tops)  # tiles that nobody sees are not visited
-    running = np.maximum.accumulate(parts.tops, axis=0)
-    before = np.concatenate([np.full_like(running[:1], -np.inf), running[:-1]])
+    maxima = MAXIMA[kept](parts.tops)
+    before = np.concatenate([np.full_like(maxima[:1], -np.inf), maxima[:-1]])
+    running = np.maximum(before, parts.tops)
     share = _exp(parts.tops - _finite(running))  # of sums against the maximum of their own part
     factors = np.where(np.isneginf(before), 1.0, np.exp(before - _finite(running)))
     row_sums = (_exp(parts.tops) * parts.row_sums).cumsum(axis=0) * np.exp(-_finite(running))
     old, new = way(factors, np.where(row_sums > 0, row_sums, 1.0))
     later = np.cumprod(np.where(there, old, 1.0)[::-1], axis=0)[::-1]
     weights = (new * share * np.concatenate([later[1:], np.ones_like(later[:1])]))[..., None]
-    return {name: (weights * x).sum(axis=0) for name, x in parts.sums.items()}
+    found = {name: (weights * x).sum(axis=0) for name, x in parts.sums.items()}
+    return found | {"top": _finite(maxima[-1])}
 
 
 def divided(top: Floats, sums: Mapping[str, Floats]) -> Results:
@@ -249,22 +261,41 @@ TAKEN: dict[str, Taken] = {  # for the lse of parts, in units of so many natural
 }
 SUMMED = "row sums added up as they are, beside different maxima"
 UNGUARDED = "an lse of 0 for a part without keys, of rows without any too"
+EXPONENTS: dict[str, Weights] = {  # of factors of the results of parts
+    "exp(lse)": lambda p: p.lses,
+    "exp(row_max)": lambda p: p.tops,
+    "row_sum": lambda p: p.lses - _finite(p.tops),
+    "1": lambda p: np.zeros_like(p.tops),
+}
+OVER: dict[str, Callable[[Parts, Floats], Floats]] = {  # which these factors are divided by
+    "their sum": lambda p, x: np.logaddexp.reduce(x, axis=0),
+    "the largest": lambda p, x: x.max(axis=0),
+    "exp(lse)": lambda p, x: _whole(TAKEN[RIGHT], p),
+    "exp(row_max)": lambda p, x: p.top,
+    "row_sum": lambda p, x: _whole(TAKEN[RIGHT], p) - p.top,
+    "": lambda p, x: 0 * p.top,
+}
+
+
+def _weighted(of: str, over: str, divided: bool, p: Parts) -> Floats:
+    x = EXPONENTS[of](p)
+    return _exp(x - _finite(OVER[over](p, x))) * (1.0 if divided else p.row_sums)
+
+
 # what the results of parts are multiplied by
 WEIGHTS: dict[str, Weights] = {text: partial(_shares, taken) for text, taken in TAKEN.items()} | {
-    "their own sums, beside their own maxima, over the row sum of all": lambda p: (
-        p.row_sums * _exp(p.top - _whole(TAKEN[RIGHT], p))
-    ),
-    "times their own row sums": lambda p: p.row_sums * _shares(TAKEN[RIGHT], p),
     "one by one, beside an lse that holds the part already": _updated,
     SUMMED: lambda p: p.row_sums * _exp(p.tops - p.top) / p.row_sums.sum(axis=0),
     "exp2 of natural units, less the right lse of all": lambda p: _exp(
         LN_2 * (p.lses - _finite(_whole(TAKEN[RIGHT], p)))
     ),
-    "none: parts are added": lambda p: np.ones_like(p.tops),
-    "the mean of all parts": lambda p: np.full_like(p.tops, 1 / len(p.tops)),
     "the first part alone": lambda p: np.eye(len(p.tops))[0, :, None, None],
     "the last part alone": lambda p: np.eye(len(p.tops))[-1, :, None, None],
 }
+for of, over, own in product(EXPONENTS, OVER, (True, False)):
+    text = f"{of} of each part{', not divided by its row sum' * (not own)}"
+    text += f", over {over}" + " of all" * over.startswith(("exp", "row")) if over else ""
+    WEIGHTS[text] = partial(_weighted, of, over, own)
 LSES: dict[str, Callable[[Parts], Floats]] = {
     **{text: partial(_whole, taken) for text, taken in TAKEN.items()},
     SUMMED: lambda p: np.log(p.row_sums.sum(axis=0)) + p.top,

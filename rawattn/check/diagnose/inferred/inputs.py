@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 
 from rawattn.check.diagnose.catalogue import inputs, partial_sums, stages
-from rawattn.check.diagnose.catalogue.partial_sums import RIGHT, merged
+from rawattn.check.diagnose.catalogue.partial_sums import RIGHT, RUNNING, merged
 from rawattn.check.diagnose.catalogue.sparse import selection
 from rawattn.check.diagnose.engine.attention import BACKWARD, RESULTS, Bug, Given, contexts, solve
 from rawattn.check.diagnose.engine.question import BY_ROW, OF_KEYS, Answers, Question, by_rows
@@ -37,7 +37,10 @@ MOST, ALIKE = 6, 60  # merges that are planted, and of which the nearest of all 
 SAME = 1e-9  # of squares: what leaves as much is alike
 FIELDS = {"out": "O", "lse": "L", "e": "tL", "tout": "tO"}  # of Results, by steps
 SUMS = {
-    "forward": (("out",), ("row_sum",), ("out", "row_sum")),
+    "forward": (
+        *(("out",), ("row_sum",), ("out", "row_sum")),
+        *(("top",), ("row_sum", "top"), ("out", "row_sum", "top")),
+    ),
     "jvp": (
         *(("e",), ("tout", "ptv"), ("e", "tout", "ptv"), ("out",), ("row_sum",)),
         *(("out", "tout", "ptv"), ("tout",), ("ptv",)),
@@ -46,7 +49,12 @@ SUMS = {
 MERGED: dict[str, Iterable[str]] = {"out": partial_sums.WEIGHTS, "lse": partial_sums.LSES}
 MERGED |= {"e": partial_sums.WEIGHTS, "tout": partial_sums.TOUTS}
 SAID = {"out": "weights", "e": "weights of tlse"}
-WORDS = {"e": "the sum of P o E", "tout": "the sum of (P o E) V", "ptv": "the sum of P tV"}
+WORDS = {
+    "top": "row_max",
+    "e": "the sum of P o E",
+    "tout": "the sum of (P o E) V",
+    "ptv": "the sum of P tV",
+}
 Units = np.ndarray  # (count, size): of each the rows, -1 for none
 
 
@@ -276,17 +284,21 @@ def _rescaled(stage: str, c: Context, found: Answers, right: Answers) -> Iterato
     for at, cut in partial_sums.tiles(c.question).items():
         parts = partial_sums.parts_of(c, cut)
         sums = partial_sums.totals(parts, partial_sums.RIGHTLY)
-        every = partial_sums.ways(c.question).items()
-        ways = ((x, way, partial_sums.totals(parts, way)) for x, way in every)
-        for (words, way, others), moved in product(ways, SUMS[stage]):
-            of = partial_sums.divided(parts.top, sums | {name: others[name] for name in moved})
+        every = [(x, way, RUNNING) for x, way in partial_sums.ways(c.question).items()]
+        every += [(x, partial_sums.RIGHTLY, x) for x in partial_sums.MAXIMA]
+        ways = ((*by, partial_sums.totals(parts, *by[1:])) for by in every)
+        for (words, way, kept, others), moved in product(ways, SUMS[stage]):
+            if (kept == RUNNING) == ("top" in moved):
+                continue
+            wrong_ones = sums | {name: others[name] for name in moved}
+            of = partial_sums.divided(wrong_ones["top"], wrong_ones)
             alike = at, *(np.round(getattr(of, name), 8).tobytes() for name in found)
             if alike in seen:  # of two tiles most ways do the same
                 continue
             seen.add(alike)
             if sum(_left(x, getattr(of, n), same[n]) for n, x in found.items()) < FITS * wrong:
                 said = " and ".join(WORDS.get(name, name) for name in moved)
-                of_parts = partial(partial_sums.rescaled, wrong=moved, way=way)
+                of_parts = partial(partial_sums.rescaled, wrong=moved, way=way, kept=kept)
                 planted = partial_sums.steps(stage, cut, of_parts)
                 yield Bug("no-rescale", f"{said} {words}, {at}", (stage,), steps=planted)
 

@@ -4,7 +4,7 @@ of the right one, is told of all rows at once. A gradient of sinks is a sum of s
 
 from collections.abc import Callable, Iterator, Mapping
 from functools import lru_cache, partial
-from itertools import product
+from itertools import permutations, product
 from typing import NamedTuple
 
 import numpy as np
@@ -12,7 +12,7 @@ import numpy as np
 from rawattn.check.diagnose.catalogue import maps
 from rawattn.check.diagnose.catalogue.inputs import array_of, of_view
 from rawattn.check.diagnose.catalogue.second_order import at, with_values
-from rawattn.check.diagnose.engine.attention import TILES, Bug, Passed, Same, contexts, sequences
+from rawattn.check.diagnose.engine.attention import FORWARD, TILES, Bug, Passed, Same, contexts
 from rawattn.check.diagnose.engine.question import BY_ROW, OF_KEYS, OF_SLOTS, Question, by_rows
 from rawattn.check.diagnose.engine.steps import LOG2_E, STEPS, Context, Floats, Step, row_max, sunk
 from rawattn.check.diagnose.evidence.places import places_of
@@ -28,6 +28,7 @@ from rawattn.reference.dense import dead_to_inf
 APART = (*OF_SLOTS, "delta")  # results that are made apart
 LOWEST = -(2**40)  # of no key
 TINY = 1e-5  # of numbers: what is less is rounding
+MANY, EFFORT = 6, 3000.0  # sums that are not cleared, and what is spent on them
 LEAST = 1e-3  # of what numbers are known by in most rows: where it is less they are not known
 QUANTITIES: dict[str, Step] = {  # (heads, n) of a context that a number may hold
     **{"W": lambda c: c.w, "e": lambda c: c.e, "D": lambda c: c.D},
@@ -46,6 +47,42 @@ QUANTITIES: dict[str, Step] = {  # (heads, n) of a context that a number may hol
 ALL = [*QUANTITIES]
 HELD = {"second": ALL, "backward": ALL[2:-4], "jvp": [ALL[1], *ALL[5:]], "forward": ALL[5:-4]}
 OF = {"W": "second-w-omitted", "D": "delta-of-another-out", "e": "tangent-e-omitted"}
+
+Found = dict[str, Floats]
+UNCLEARED = "accumulator-not-reset"
+LOOPS = {"b": "sequence", "g": "group of heads", "h": "head", "m": "tile of {} queries"}
+ORDERS = ["bm|h", "bmg|h", "bh|m", "hm|b", *("".join(x) for x in permutations("bhm|"))]
+KEPT = {"out and row_sum": (1, 1), "row_sum": (0, 1), "out": (1, 0)}  # the sums of both
+UNITS = {"": "", "row_max": ", each beside its own row's maximum,"}
+
+
+def carried(question: Question, loops: str, tile: int, x: Floats) -> Floats:
+    """Of rows (heads, tokens, ...) the sums with all that were in the same place of a tile before,
+    in nested ``loops``, since those in front of "|" went on."""
+    outer, inner = loops.split("|")
+    h, t = np.nonzero(np.ones(x.shape[:2]) * (question.sequence_of("q") >= 0))
+    i = question.place_of("q")[t]
+    of = {"b": question.sequence_of("q")[t], "g": h // question.group, "h": h, "m": i // tile}
+    chains = np.stack([i % tile, *(of[loop] for loop in outer)])
+    order = np.lexsort([*(of[loop] for loop in inner[::-1]), *chains[::-1]])
+    starts = np.append(True, (np.diff(chains[:, order]) != 0).any(axis=0))[: len(order)]
+    chain, rows = starts.cumsum() - 1, (h[order], t[order])
+    at = chain, np.arange(len(order)) - np.flatnonzero(starts)[chain]
+    sums = np.zeros((len(order) and max(chain) + 1, max(at[1], default=0) + 1, *x.shape[2:]))
+    sums[at], found = x[rows], x.copy()
+    found[rows] = sums.cumsum(axis=1)[at]
+    return found
+
+
+def loops_of(question: Question, inner: int) -> Iterator[tuple[str, str, int]]:
+    """What carried() takes, with at most so many loops behind "|", and before it that in words."""
+    tiles = [t for t in TILES if t // 2 < max(question.lengths_q, default=0)]
+    for loops, tile in product(ORDERS, tiles):
+        outer, of = ([LOOPS[x].format(tile) for x in y] for y in loops.split("|"))
+        if 0 < len(of) <= inner and ("m" in loops.split("|")[1] or tile == tiles[0]):
+            but = [x for x in outer if not x.startswith("tile")]
+            text = f"but for every {' and '.join(but)}" if but else "nor for anything else"
+            yield f"not cleared for every {' and '.join(of)}, {text}", loops, tile
 
 
 def _of_own(c: Context) -> Floats:
@@ -78,14 +115,8 @@ class Rows(NamedTuple):
         less = self.of(own) if own else 0.0
         return by.moved(maps.geometry(self.question, "lse"), self.of(name) + less) - less
 
-    def kept(self, name: str, tile: int) -> Floats:
-        """Sums that are cleared for every head of a sequence, not for each of its tiles."""
-        found = self.of(name).copy()
-        for _, rows, _ in sequences(self.question):
-            for start in range(tile, len(rows), tile):
-                here = rows[start : start + tile]
-                found[:, here] += found[:, here - tile]
-        return found
+    def carried(self, name: str, loops: str, tile: int) -> Floats:
+        return carried(self.question, loops, tile, self.of(name))
 
 
 class Number(NamedTuple):
@@ -147,6 +178,30 @@ def bugs(sample: Sample) -> Iterator[Bug]:
     for number in NUMBERS[sample.stage] if sample.wrong else ():
         read = read_of(sample, number)
         yield from _told(rows, number, *read) if read else ()
+
+
+def _kept(of: str, unit: str, loops: str, tile: int, q: Question, right: Found) -> Found:
+    """A forward pass in which sums are not cleared, beside maxima that are or, without a ``unit``,
+    are not."""
+    lse, out = right["lse"][..., None], right["out"].swapaxes(0, 1)
+    top = Rows(q, None, "forward").of(unit)[..., None]
+    with np.errstate(all="ignore"):
+        own = np.exp(lse - top) * np.concatenate([np.ones_like(lse), out], axis=-1)
+        sums = own, carried(q, loops, tile, own)
+        PV, by = (sums[kept] for kept in KEPT[of])
+        out = finite(PV[..., 1:] / by[..., :1]).swapaxes(0, 1)
+        return right | {"out": out, "lse": (np.log(by[..., :1]) + top)[..., 0]}
+
+
+def of_loops(sample: Sample) -> list[Bug]:
+    """A forward pass whose sums are not cleared for every row."""
+    asked = loops_of(sample.question, 3) if sample.stage == "forward" else ()
+    stores = (
+        (f"{of}{UNITS[unit]} are {text}", partial(_kept, of, unit, loops, tile))
+        for unit, of, (text, loops, tile) in product(UNITS, KEPT, asked)
+    )
+    bugs = (Bug(UNCLEARED, text, FORWARD, store=store) for text, store in stores)
+    return sample.near([bugs], MANY, EFFORT)
 
 
 def read_of(sample: Sample, number: Number) -> Read | None:
@@ -222,9 +277,9 @@ def _forms(
         text = f"that of other rows{', but for dlse' * bool(own)}: {by_map.words}"
         if right:
             yield "statistics-misplaced", text, partial(Rows.moved, name=right, by=by_map, own=own)
-    for tile in TILES if right else ():
-        text = f"the sums of the tiles of {tile} queries of its head before too"
-        yield "accumulator-not-reset", text, partial(Rows.kept, name=right, tile=tile)
+    for text, loops, tile in loops_of(rows.question, 1) if right else ():
+        of = partial(Rows.carried, name=right, loops=loops, tile=tile)
+        yield UNCLEARED, f"sums {text}", of
 
 
 OF_ALL, ITS = "all queries", "exp(sink - lse)"

@@ -36,7 +36,7 @@ ROWS = 4  # wrong ones, at least, for a bug to be one of these alone
 ELSEWHERE = "; all else is right"
 OF_LANES = re.compile(r"the (row|key)s with \w \S+ \d+ = \d+")
 # words of forms that tell no cause
-OF_NO_CAUSE = "and of no others", "or are not written", "the first tile alone"
+OF_NO_CAUSE = "and of no others", "or are not written", "the first tile alone", "is another number"
 INEXACT = (NO_RULE, ELSEWHERE, *OF_NO_CAUSE, "holds other numbers")
 BETTER = 0.95  # of the residual, at most, that a bug leaves where it is the reason
 FAR = 0.3  # residual of what no rounding explains
@@ -47,8 +47,8 @@ KERNELS = (
 )
 GENERIC = ("wrong-keys", "sparse-inverted-lists", "unknown")  # what others say more exactly
 LOOSE = (*GENERIC, "denominator", "pairs-dropped")  # of what is read, likewise
-INFERRED = (inputs.of_parts, inputs.numbers, inputs.bugs, unwritten.bugs)
-QUICK = 2  # of these, which cost next to nothing
+INFERRED = (inputs.of_parts, inputs.numbers, row_numbers.of_loops, inputs.bugs, unwritten.bugs)
+QUICK = 3  # of these, which cost next to nothing
 RIGHT = (NO_BUG, replace(NO_BUG, steps={"tO": second_order.by_given_out}))  # tO by the given out
 Search = Callable[[Sample], Iterable[Bug]]
 

@@ -16,7 +16,7 @@ from rawattn.check.diagnose.catalogue.sparse import selection
 from rawattn.check.diagnose.engine import attention
 from rawattn.check.diagnose.engine.attention import FIRST, FORWARD, TILES, Bug, See, View
 from rawattn.check.diagnose.engine.question import LISTS, Question
-from rawattn.check.diagnose.engine.steps import STEPS, Context, Floats, Step, changed
+from rawattn.check.diagnose.engine.steps import SCORES, STEPS, Context, Floats, Step, changed
 from rawattn.check.diagnose.evidence.places import Array, Places, log_sum, places_of
 from rawattn.check.diagnose.evidence.structure import Shown, named, rules_of
 from rawattn.check.diagnose.evidence.support import Support, pairs_of
@@ -108,7 +108,8 @@ class Said:
         if self.listed is not None:
             found, _ = listed_scores(self.listed, places, S)
             return np.where(np.isneginf(found), S, found)
-        return scores_of(context_of(places, S), self.steps)
+        others = not self.steps.keys().isdisjoint(SCORES)
+        return scores_of(context_of(places, S), self.steps) if others else S
 
     @property
     def see(self) -> See | None:

@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 
 from rawattn.check.diagnose.catalogue.maps import Map, geometry
+from rawattn.check.diagnose.catalogue.partial_sums import Keys, parts_of_keys
 from rawattn.check.diagnose.engine.attention import STEPS, TILES, Context
 from rawattn.check.diagnose.evidence.places import Array, Places, Right, log_sum, places_of
 from rawattn.check.diagnose.evidence.structure import Rule, Span, where
@@ -23,6 +24,11 @@ SINK, MORE = "sink", "the larger of row_max and sink"
 ROUNDED = 8e-3  # off by less: sums or weights in 16 bits may be
 TELLING = 0.1  # noise of the logarithm of what is in a row sum, at most, where it tells something
 OF_ROWS = {"due": "", "beside": ", each beside its own row's maximum,"}
+OF_PARTS: dict[str, Callable[..., Any]] = {  # by keys of a part, those of rows, and what they see
+    "with keys": lambda part, j, right: len(part) > 0,
+    "of which a row sees a key": lambda part, j, right: (np.isin(j, part) & right).any(axis=1),
+    "of the keys": lambda part, j, right: 1,
+}
 KEYS: dict[str, Callable[[Places], Array]] = {  # that row sums may be over
     "the keys that must be seen": lambda places: places.rights,
     "all keys of the sequence": lambda places: places.own[None],
@@ -212,7 +218,6 @@ def _forms(x: _Read, passed: bool) -> Iterator[Form]:
         if other is not None:
             text = f"the row sums{beside} are those of other rows: {other[0].words}"
             yield text, "statistics-misplaced", partial(_moved, other[0], name)
-    yield from _of_heads(x)
     yield from _with_more(x, mass)
     basis = {name: (of / x.noise)[x.known] for name, of in _parts(x).items()}
     for factors in sums_of(basis, x.total[x.known] / x.noise, MOST):
@@ -293,28 +298,14 @@ def _bounds(x: _Read, there: Array, tile: int) -> Iterator[Rule]:
                     yield Rule((span,))
 
 
-def _of_heads(x: _Read) -> Iterator[Form]:
-    """The row sums of several heads, each so many whole times."""
-    rows = x.known.all(axis=0) & np.isfinite(x.due).all(axis=0)
-    if rows.sum() <= len(x.due) or len(x.due) == 1:
-        return
-    parts, sums = np.exp(x.due)[:, rows], np.exp(x.total)[:, rows]
-    held = np.rint(np.linalg.lstsq(parts.T, sums.T, rcond=1e-9)[0].T) + 0.0
-    if (held >= 0).all() and held.any(axis=1).all():
-        told, several = fields.in_heads(held, np.eye(len(held))), held.sum(axis=1).max() > 1
-        text = f"the row sums are of the keys of {'several' if several else 'other'} heads: {told}"
-        name = "accumulator-not-reset" if several else "statistics-misplaced"
-        yield text, name, lambda x: np.log(held @ np.exp(x.due))
-
-
 def _often(x: _Read, times: Array) -> str:
     """In words, where these are whole numbers; "" where they are not."""
     often = times[x.known]
     whole = np.rint(often) + 0.0
     if np.abs(often - whole).max(initial=0.0) > 0.02 or whole.min(initial=0.0) < 0:
         return ""
-    of = "once for every part of the keys, or every empty one?"
-    return f"{whole.min():.0f} to {whole.max():.0f} times ({of})"
+    low, high = whole.min(), whole.max()
+    return f"{high:.0f} times" if low == high else f"{low:.0f} to {high:.0f} times"
 
 
 def _with_more(x: _Read, mass: Array) -> Iterator[Form]:
@@ -325,6 +316,10 @@ def _with_more(x: _Read, mass: Array) -> Iterator[Form]:
     ends |= {f"{padded} keys": (0, padded)} if padded > max(lengths) else {}  # which is not here
     ends |= {f"the end of its last tile of {t} keys": (t, 0) for t in TILES}
     units: dict[str, Logs] = {end: partial(_padding, *of) for end, of in ends.items()}
+    parts = parts_of_keys(x.places.question) if x.sinks is not None else {}
+    for (of_part, there), (cut, keys) in product(OF_PARTS.items(), parts.items()):
+        words = f"the row sums have exp(sink) once for every part {of_part}, {cut}, not once"
+        yield words, "denominator", partial(_and_more, np.ones((1, 1)), partial(_once, there, keys))
     one: tuple[str, Logs] = (SINK, lambda x: np.exp(x.sinks))
     units |= [("", lambda x: np.ones_like(x.top)) if x.sinks is None else one]
     for end, of in units.items():
@@ -346,6 +341,15 @@ def _padding(tile: int, length: int, x: Rows) -> Array:
     m = x.places.m[:, 0]
     keys = -m % tile if tile else (length or max(x.places.question.lengths_k)) - m
     return np.asarray(keys + np.zeros_like(x.top))
+
+
+def _once(there: Callable[..., Any], keys: Keys, x: Rows) -> Array:
+    """The sink for all but one of the parts that are there for a row."""
+    p, count = x.places, np.zeros(len(x.places.m))
+    for m in np.unique(p.m):
+        rows = p.m[:, 0] == m
+        count[rows] = sum((there(part, p.j[rows], p.right[rows]) for part in keys(int(m))), 0)
+    return np.asarray((count - 1) * np.exp(x.sinks))
 
 
 def _and_more(times: Array, of: Logs, x: Rows) -> Array:
