@@ -20,7 +20,7 @@ from rawattn.check.diagnose.judge.diagnosis import costs_of, sizes_of
 from rawattn.check.diagnose.read import probe
 from rawattn.check.diagnose.read.fields import NEAR
 from rawattn.check.diagnose.read.name import READ, ask_branch
-from rawattn.check.diagnose.read.probe import OF_DERIVATIVES, Ask, Refused
+from rawattn.check.diagnose.read.probe import STILL, Ask, Refused
 from rawattn.check.diagnose.read.said import branch_of, largest
 from rawattn.check.diagnose.read.tables import OFF, ROW, Table, Whose, tables_of, told
 from rawattn.check.expected import Target, expect
@@ -139,9 +139,7 @@ def with_lengths(case: Case, lengths: Lengths) -> Case:
 
 def _fields(asker: Asker, case: Case, question: Question) -> Iterator[Table]:
     """What a pass makes of a problem, and what it must: from its first step to its results."""
-    still: dict[str, Any] = dict.fromkeys(OF_DERIVATIVES)
-    alone, stage = replace(question, **still), asker.stage
-    asked = [("", asker.ask, alone)]
+    stage, asked = asker.stage, [("", asker.ask, replace(question, **STILL))]
     if stage == "forward" and question.sliding is not None:
         asked.append(("sliding ", ask_branch(question, asker.ask), branch_of(question)))
     for name, function, of in asked:
