@@ -311,8 +311,7 @@ def _summed(question: Question) -> dict[str, Floats]:
         for of, end in zip((last, first), ends, strict=True):
             np.maximum.at(of, tile, end)
         visits = np.where(last < 0, 0, last // t - -first // t + 1)[tile]
+        text = f"{OF_ALL}, once for every tile of {t} keys that its {own} queries visit,"
         if not any(np.array_equal(visits, often) for often in found.values()):
-            found[f"{OF_ALL}, once for every tile of {t} keys that its {own} queries visit,"] = (
-                visits
-            )
+            found[text] = visits
     return {of: rows * (b >= 0) for of, rows in found.items()}
