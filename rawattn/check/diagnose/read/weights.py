@@ -15,10 +15,9 @@ from rawattn.check.diagnose.evidence.places import Array, Places, log_sum
 from rawattn.check.diagnose.evidence.structure import Rule, Shown, mask_rule, rules_of, where
 from rawattn.check.diagnose.evidence.support import LESS, MORE, OTHER, Support, support_of
 from rawattn.check.diagnose.read import fields
-from rawattn.check.diagnose.read.fields import Field, Term, adding, context_of, term_of
 from rawattn.check.diagnose.read.probe import Weights
 from rawattn.check.diagnose.read.said import COARSE, Said, of_lists, say_moves, say_rows
-from rawattn.check.diagnose.read.sums import say_passed, say_sums, say_values
+from rawattn.check.diagnose.read.sums import say_sums, say_values
 
 BACKWARD_ONLY = "mask-missing-in-backward"
 TAILS = ("j - seqlen_k // ", "i - seqlen_q // ")  # places behind the last whole tile
@@ -49,14 +48,13 @@ def said_of(read: Weights, second: Callable[[], Weights], support: Support | Non
         said.wrong.append(f"rows are NaN: {', '.join(dead)}")
     alive = read.alive & read.telling
     due = read.seen & places.rights & alive[..., None]
-    if read.passed and (moved := _map_of_lse(read)) is not None:
+    if moved := _map_of_lse(read) if read.passed else None:
         said.right += ["scores and softmax_scale", "who sees whom"]
         said.say(f"lse is that of other rows: {moved[0].words}", "statistics-misplaced")
         said.steps["bP"] = partial(_with_lse, *moved)
-        said.support = replace(said.support, seen=places.rights)
-        return said
-    _say_scores(said, Field(read.logs - read.right.S, due, True, read.noise), second)
-    if "stale-tile" in said.names:
+    else:
+        _say_scores(said, fields.Field(read.logs - read.right.S, due, True, read.noise), second)
+    if moved or "stale-tile" in said.names:
         said.support = replace(said.support, seen=places.rights)
         return said
     here = _pairs(said, read)
@@ -65,7 +63,7 @@ def said_of(read: Weights, second: Callable[[], Weights], support: Support | Non
     if said.support.named or not said.unread:
         _say_support(said, alive)
     if not said.unread:
-        say_passed(said) if read.passed else say_sums(said, second)
+        say_sums(said, second)
     if said.unread or not said.support.named or "neighbour-leak" in said.names:
         say_rows(said)
     say_values(said)
@@ -94,14 +92,14 @@ def _with_lse(by: maps.Map, nothing: float, c: Context) -> Array:
     return np.asarray(STEPS["bP"](changed(c, L=inputs.of_view(c, "lse", L))))
 
 
-def _say_scores(said: Said, x: Field, second: Callable[[], Weights]) -> None:
+def _say_scores(said: Said, x: fields.Field, second: Callable[[], Weights]) -> None:
     """What ``x``, log-weights less the right scores, tells of the scores."""
-    read, c = said.weights, context_of(said.weights.places, said.weights.right.S)
+    read, c = said.weights, fields.context_of(said.weights.places, said.weights.right.S)
     if x.zero:
         said.right.append("scores and softmax_scale")
         return
-    said.term = term_of(x, c) or _counted(read, second)
-    said.term = said.term or (None if read.passed else term_of(x, c, many=True))
+    said.term = fields.term_of(x, c) or _counted(read, second)
+    said.term = said.term or (None if read.passed else fields.term_of(x, c, many=True))
     if said.term is not None:
         said.say_term(said.term)
     elif (several := _repeated(read, second))[0] is not None:
@@ -123,9 +121,8 @@ def _say_scores(said: Said, x: Field, second: Callable[[], Weights]) -> None:
 def _say_parts(said: Said, second: Callable[[], Weights]) -> bool:
     """Whether the weights of a tile, or of lanes, are times one number in every row."""
     for words, of in PARTS.items():
-        if (one := _by_parts(said.weights, *of)) is None:
-            continue
-        if (other := _by_parts(second(), *of)) is None:
+        one = _by_parts(said.weights, *of)
+        if one is None or (other := _by_parts(second(), *of)) is None:
             continue
         text = f"weights are times one number for each row and {words}"
         (found, basis), (again, others) = one, other
@@ -221,7 +218,7 @@ def _say_support(said: Said, alive: Array) -> None:
     said.names.append(class_of(rules, alive, backward=said.weights.passed))
 
 
-def _counted(read: Weights, second: Callable[[], Weights]) -> Term | None:
+def _counted(read: Weights, second: Callable[[], Weights]) -> fields.Term | None:
     """How often, and which, where keys count more than once: to weights the logarithm is added."""
     (rule, values), q = _repeated(read, second), read.places.question
     if rule is None or len(values) > 1:
@@ -236,7 +233,7 @@ def _counted(read: Weights, second: Callable[[], Weights]) -> Term | None:
     other = any(f in ("j - i", "j - p") or "%" in f for f, *_ in rule.spans)
     name = "wrong-keys" if other or not rule.spans else "tile-counted-twice"
     name = "sparse-duplicate-twice" if q.sparse else name
-    return adding(of, f"keys count {often} times: {rule}", name)
+    return fields.adding(of, f"keys count {often} times: {rule}", name)
 
 
 def _repeated(read: Weights, second: Callable[[], Weights]) -> tuple[Rule | None, Array]:
