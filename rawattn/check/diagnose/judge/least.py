@@ -20,7 +20,6 @@ from rawattn.check.diagnose.judge.diagnosis import costs_of, sizes_of
 from rawattn.check.diagnose.read import probe
 from rawattn.check.diagnose.read.fields import NEAR
 from rawattn.check.diagnose.read.name import READ, ask_branch
-from rawattn.check.diagnose.read.probe import STILL, Ask, Refused
 from rawattn.check.diagnose.read.said import branch_of, largest
 from rawattn.check.diagnose.read.tables import OFF, ROW, Table, Whose, tables_of, told
 from rawattn.check.expected import Target, expect
@@ -56,7 +55,7 @@ class Asker(NamedTuple):
     candidate: Candidate
     stage: str
     question: Callable[[Case], Question]
-    ask: Ask
+    ask: probe.Ask
 
     def results(self, case: Case) -> tuple[Answers, dict[str, Target]]:
         expected = (expect if self.stage in FIRST else expect_second)(case)
@@ -139,11 +138,11 @@ def with_lengths(case: Case, lengths: Lengths) -> Case:
 
 def _fields(asker: Asker, case: Case, question: Question) -> Iterator[Table]:
     """What a pass makes of a problem, and what it must: from its first step to its results."""
-    stage, asked = asker.stage, [("", asker.ask, replace(question, **STILL))]
+    stage, asked = asker.stage, [("", asker.ask, replace(question, **probe.STILL))]
     if stage == "forward" and question.sliding is not None:
         asked.append(("sliding ", ask_branch(question, asker.ask), branch_of(question)))
     for name, function, of in asked:
-        with suppress(Refused):
+        with suppress(probe.Refused):
             read = READ[stage](function, of)
             yield from (replace(one, name=name + one.name) for one in tables_of(read))
     found, targets = asker.results(case)
@@ -151,7 +150,7 @@ def _fields(asker: Asker, case: Case, question: Question) -> Iterator[Table]:
         target = targets[name]
         given = [x for x in LINEAR.get(name, ()) if getattr(question, x) is not None]
         for units in given if target.judge(found[name]).verdict == "FAIL" else ():
-            with suppress(Refused):
+            with suppress(probe.Refused):
                 yield from entries(asker, question, name, units)
         yield _of_rows(name, found[name], target.reference, question, target.allowance())
 
@@ -191,7 +190,7 @@ def entries(asker: Asker, question: Question, name: str, units: str) -> Iterator
     if (kept := getattr(question, other, None)) is not None:  # in the columns of no unit vector
         kept = np.concatenate([0 * kept[..., : len(kept)], kept[..., len(kept) :]], axis=-1)
 
-    def ask(answers: Ask, x: Question) -> Answers:
+    def ask(answers: probe.Ask, x: Question) -> Answers:
         given = {} if kept is None else {other: kept, units: getattr(x, of)}
         asked.append(probe.with_right(replace(x, **given))[1])
         return answers(asked[-1])

@@ -5,7 +5,7 @@ sequences of any kind, and behind them, as many each, those of every question.""
 
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, replace
 from functools import cache, partial
 from typing import Any
 
@@ -346,6 +346,5 @@ def _questions(like: Question) -> list[Question]:
 
 def _same(one: Question, other: Question) -> bool:
     """Whether what a function is given is the same, but for out and lse, which are its own."""
-    names = (field.name for field in fields(Question) if field.name not in ("out", "lse"))
-    given = ((getattr(_plain(one), name), getattr(_plain(other), name)) for name in names)
+    given = zip(*(vars(_plain(x)).values() for x in (one, other)), strict=True)
     return all(a is b or (np.shape(a) == np.shape(b) and np.array_equal(a, b)) for a, b in given)

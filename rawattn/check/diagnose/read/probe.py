@@ -215,10 +215,8 @@ def read_entries(ask: Ask, question: Question, name: str, of: str) -> Array:
     for head, block in parts:
         units: Any = {of: _units(like, block, head)}
         x = _called(ask, replace(question, **units))[name].swapaxes(0, 1)[..., : len(block)]
-        if of_keys:
-            found[:, :, block] = x
-        else:
-            found[head, block] = x[head // question.group].T
+        at = np.s_[:, :, block] if of_keys else np.s_[head, block]
+        found[at] = x if of_keys else x[head // question.group].T
     return found / (question.scale if of in ("q", "k") else 1.0)
 
 
