@@ -72,12 +72,10 @@ def tiles(question: Question) -> dict[str, Cut]:
     if question.sparse:
         every = tuple(range(question.slots + question.own))
         return walks.TILES | {"slot by slot, the own block last": partial(walks.of_slots, every)}
-    sizes = [tile for tile in TILES if tile < max(question.lengths_k, default=0)]
-    return {
-        f"tile of {tile}{words}": partial(_cut, partial(_tiles, tile), step)
-        for words, step in (("", 1), (", from the last", -1))
-        for tile in sizes
-    }
+    sizes, found = [t for t in TILES if t < max(question.lengths_k, default=0)], dict[str, Cut]()
+    for (words, step), tile in product({"": 1, ", from the last": -1}.items(), sizes):
+        found[f"tile of {tile}{words}"] = partial(_cut, partial(_tiles, tile), step)
+    return found
 
 
 def splits(question: Question) -> dict[str, Cut]:

@@ -134,9 +134,6 @@ NUMBERS = {
         Number("how often P tv is in tout", "", _often),
     ),
 }
-# of numbers (num_heads_q, total_q) which are known, how much more they are than they must be, and
-# what rounding leaves of one
-Read = tuple[np.ndarray, Floats, Floats]
 
 
 def bugs(sample: Sample) -> Iterator[Bug]:
@@ -147,9 +144,10 @@ def bugs(sample: Sample) -> Iterator[Bug]:
         yield from _told(rows, number, *read) if read else ()
 
 
-def read_of(sample: Sample, number: Number) -> Read | None:
-    """What a result of rows tells, if it is right but for the number of each; nothing where
-    rounding leaves too much of what is off."""
+def read_of(sample: Sample, number: Number) -> tuple[np.ndarray, Floats, Floats] | None:
+    """What a result of rows tells, if it is right but for the number of each, (num_heads_q,
+    total_q): which are known, how much more they are than they must be, and what rounding leaves of
+    one; nothing where it leaves too much of what is off."""
     steps = number.adding(QUANTITIES[""])
     one = sample.planted(Bug("", stages=(sample.stage,), steps=steps))  # 1 more of each number
     moved = {n for n, x in sample.truth.items() if not np.array_equal(one[n], x)} - {*APART}

@@ -4,7 +4,7 @@ are left out, just the rows are wrong that have such a pair; bounds for which th
 are planted. Long, since bugs of one pass are terms as well as pairs."""
 
 import re
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator
 from dataclasses import replace
 from functools import lru_cache, partial
 from itertools import chain, product
@@ -193,8 +193,13 @@ def pairs_dropped(sample: Sample) -> Iterator[Bug]:
     steps = [step for step in GRADIENTS if RESULTS[step] & sample.wrong.keys()]
     if sample.question.sparse or len(sample.question.q) * len(sample.question.k) > PAIRS:
         return
-    places, wrong = places_of(sample.question), {side: _wrong(sample, side, told) for side in "qk"}
-    if not steps or all(x is None or x.all() for x in wrong.values()):
+    places, wrong = places_of(sample.question), dict[str, np.ndarray]()  # rows of q, and of k
+    for name in (n for n in sample.wrong if any(n in RESULTS[step] for step in told)):
+        x, right = sample.found[name], by_rows(name, sample.truth[name])
+        most, side = 4 * sample.wrong[name] * np.sqrt(np.mean(right**2)), side_of(name)
+        off = ~(np.abs(x - right).max(axis=(1, 2), initial=0.0) <= most)
+        wrong[side] = wrong.get(side, False) | off
+    if not steps or all(rows.all() for rows in wrong.values()):
         return
     sets, sums = [(*told, *more) for more in WITH_FIRST_PASS] if first else [steps], {}
     for some in sets:
@@ -237,18 +242,7 @@ def _words(span: Span, places: Places) -> str:
     return f"the loop over {other} {does} {where}: {text}"
 
 
-def _wrong(sample: Sample, side: str, told: Sequence[str]) -> np.ndarray | None:
-    """Rows of q or of k of which a result is wrong, in any head; None without a wrong one."""
-    found = []
-    for name, noise in sample.wrong.items():
-        if side_of(name) == side and any(name in RESULTS[step] for step in told):
-            x, right = sample.found[name], by_rows(name, sample.truth[name])
-            most = 4 * noise * np.sqrt(np.mean(right**2))
-            found.append(~(np.abs(x - right).max(axis=(1, 2), initial=0.0) <= most))
-    return np.logical_or.reduce(found) if found else None
-
-
-def _spans(places: Places, wrong: dict[str, np.ndarray | None]) -> Iterator[Span]:
+def _spans(places: Places, wrong: dict[str, np.ndarray]) -> Iterator[Span]:
     """Bounds of features beyond which the wrong rows, and no others, have pairs, those of loops
     first; of equal lengths by words that hold on others."""
     for own in chain(places.loops, places.features):
@@ -259,10 +253,9 @@ def _spans(places: Places, wrong: dict[str, np.ndarray | None]) -> Iterator[Span
             beyond = np.where(places.right, sign * x.astype(float), -np.inf)
             low, high = -np.inf, np.inf
             for side, rows in wrong.items():
-                if rows is not None:
-                    most = beyond.max(axis="qk".index(side) ^ 1, initial=-np.inf)
-                    low = max(low, most[~rows].max(initial=-np.inf))
-                    high = min(high, most[rows].min(initial=np.inf))
+                most = beyond.max(axis="qk".index(side) ^ 1, initial=-np.inf)
+                low = max(low, most[~rows].max(initial=-np.inf))
+                high = min(high, most[rows].min(initial=np.inf))
             for bound in {low + 1, high} if -np.inf < low < high < np.inf else ():
                 yield Span(name, int(bound), None) if sign > 0 else Span(name, None, -int(bound))
 

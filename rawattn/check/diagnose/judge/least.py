@@ -263,19 +263,15 @@ def _summed(of: Table, q: Question, moved: str) -> Table | None:
     count = sum(len(given[n]) * max(1, given[n].shape[1] // heads) for n in kinds)
     if of.columns != "column" or count > 3 * width // 4 or not np.isfinite(of.found).all():
         return None
-    found = []
-    for head in range(heads):
-        basis, labels = [], []
-        for name in kinds:
-            x = np.asarray(given[name], dtype=np.float64)
-            many = x.shape[1] // heads  # 0: heads of keys, of which several use one
-            for h in range(head * many, (head + 1) * many) or (head * x.shape[1] // heads,):
-                basis.append(x[:, h])
-                labels += [f"{name}[{n}{f', head {h}' * (many > 1)}]" for n in range(len(x))]
-        rows = np.nan_to_num(np.concatenate(basis))  # of keys that nobody must see
-        shares = [x @ np.linalg.pinv(rows) for x in (of.found[head], of.due[head])]
-        if not np.allclose(shares[0] @ rows, of.found[head], rtol=of.noise, atol=of.noise):
-            return None  # columns differ in what they are sums of
-        found.append(shares)
-    x, y = (np.array(part) for part in zip(*found, strict=True))
+    basis, labels, own = [], [], " of its group" * (heads > 1)
+    for name in kinds:
+        x = np.nan_to_num(np.asarray(given[name], dtype=np.float64))  # keys that nobody must see
+        x = x.repeat(max(1, heads // x.shape[1]), axis=1)  # heads of keys, of which several use one
+        n, many = len(x), x.shape[1] // heads
+        basis.append(np.moveaxis(x, 0, 1).reshape(heads, many * n, x.shape[2]))
+        labels += [f"{name}[{i}{f', head {h}{own}' * (many > 1)}]" for h, i in np.ndindex(many, n)]
+    rows = np.concatenate(basis, axis=1)
+    x, y = (every @ np.linalg.pinv(rows) for every in (of.found, of.due))
+    if not np.allclose(x @ rows, of.found, rtol=of.noise, atol=of.noise):
+        return None  # columns differ in what they are sums of
     return Table(of.name, x, y, of.side, tuple(labels), max(10 * of.noise, 1e-4))

@@ -70,8 +70,8 @@ Form = tuple[str, str, Logs]  # in words, the class, and what rows are divided b
 
 
 def say_sums(said: Said, second: Callable[[], Weights]) -> None:
-    """What the weights are divided by, which may be the lse that was passed, and lse; ``second``:
-    the same on other lengths. And what scores keys have, if not their own, that must not be seen"""
+    """What the weights are divided by, or whether by the lse that was passed, and lse; ``second``:
+    the same on other lengths. And what scores keys that must not be seen have, if not their own."""
     read, passed = said.weights, said.weights.passed
     given = read.right.lse if passed else None
     x = _Read(said, read, given)

@@ -15,6 +15,7 @@ from rawattn.check.diagnose.evidence.places import Array, Places, log_sum
 from rawattn.check.diagnose.evidence.structure import Rule, Shown, mask_rule, rules_of, where
 from rawattn.check.diagnose.evidence.support import LESS, MORE, OTHER, Support, support_of
 from rawattn.check.diagnose.read import fields
+from rawattn.check.diagnose.read.fields import Field, Term, adding, context_of, term_of
 from rawattn.check.diagnose.read.probe import Weights
 from rawattn.check.diagnose.read.said import COARSE, Said, of_lists, say_moves, say_rows
 from rawattn.check.diagnose.read.sums import say_sums, say_values
@@ -53,7 +54,7 @@ def said_of(read: Weights, second: Callable[[], Weights], support: Support | Non
         said.say(f"lse is that of other rows: {moved[0].words}", "statistics-misplaced")
         said.steps["bP"] = partial(_with_lse, *moved)
     else:
-        _say_scores(said, fields.Field(read.logs - read.right.S, due, True, read.noise), second)
+        _say_scores(said, Field(read.logs - read.right.S, due, True, read.noise), second)
     if moved or "stale-tile" in said.names:
         said.support = replace(said.support, seen=places.rights)
         return said
@@ -92,14 +93,14 @@ def _with_lse(by: maps.Map, nothing: float, c: Context) -> Array:
     return np.asarray(STEPS["bP"](changed(c, L=inputs.of_view(c, "lse", L))))
 
 
-def _say_scores(said: Said, x: fields.Field, second: Callable[[], Weights]) -> None:
+def _say_scores(said: Said, x: Field, second: Callable[[], Weights]) -> None:
     """What ``x``, log-weights less the right scores, tells of the scores."""
-    read, c = said.weights, fields.context_of(said.weights.places, said.weights.right.S)
+    read, c = said.weights, context_of(said.weights.places, said.weights.right.S)
     if x.zero:
         said.right.append("scores and softmax_scale")
         return
-    said.term = fields.term_of(x, c) or _counted(read, second)
-    said.term = said.term or (None if read.passed else fields.term_of(x, c, many=True))
+    said.term = term_of(x, c) or _counted(read, second)
+    said.term = said.term or (None if read.passed else term_of(x, c, many=True))
     if said.term is not None:
         said.say_term(said.term)
     elif (several := _repeated(read, second))[0] is not None:
@@ -218,7 +219,7 @@ def _say_support(said: Said, alive: Array) -> None:
     said.names.append(class_of(rules, alive, backward=said.weights.passed))
 
 
-def _counted(read: Weights, second: Callable[[], Weights]) -> fields.Term | None:
+def _counted(read: Weights, second: Callable[[], Weights]) -> Term | None:
     """How often, and which, where keys count more than once: to weights the logarithm is added."""
     (rule, values), q = _repeated(read, second), read.places.question
     if rule is None or len(values) > 1:
@@ -233,15 +234,13 @@ def _counted(read: Weights, second: Callable[[], Weights]) -> fields.Term | None
     other = any(f in ("j - i", "j - p") or "%" in f for f, *_ in rule.spans)
     name = "wrong-keys" if other or not rule.spans else "tile-counted-twice"
     name = "sparse-duplicate-twice" if q.sparse else name
-    return fields.adding(of, f"keys count {often} times: {rule}", name)
+    return adding(of, f"keys count {often} times: {rule}", name)
 
 
 def _repeated(read: Weights, second: Callable[[], Weights]) -> tuple[Rule | None, Array]:
     """The rule of keys that count more than once, and how often some do."""
-    found, known, values = _times(read)
-    often = values[values > 1]
-    there = [(x.places, *_times(x)[:2]) for x in (second(),)] if len(often) else []
-    return repeated((read.places, found, known), *there) if there else None, often
+    here, often = _times(read)
+    return repeated(here, _times(second())[0]) if len(often) else None, often
 
 
 def repeated(*read: tuple[Places, Array, Array]) -> Rule | None:
@@ -251,9 +250,9 @@ def repeated(*read: tuple[Places, Array, Array]) -> Rule | None:
     return next(rules_of(*by_head), None)
 
 
-def _times(read: Weights) -> tuple[Array, Array, Array]:
-    """How often each key counts (num_heads_q, total_q, total_k), by lse or, without one, against
-    those of its row that count least; where that is known; the numbers, if whole and not all 1."""
+def _times(read: Weights) -> tuple[tuple[Places, Array, Array], Array]:
+    """How often each key counts, as ``repeated`` takes it, by lse or, without one, against those of
+    its row that count least; the numbers above 1, if all are whole."""
     common, logs = read.seen & read.places.rights, read.logs - read.right.S
     lowest = np.where(common, logs, np.inf).min(axis=-1, keepdims=True)
     least = lowest if read.lse is None else -read.lse[..., None]
@@ -264,7 +263,7 @@ def _times(read: Weights) -> tuple[Array, Array, Array]:
     values = np.unique(np.round(found[known]))
     exact = np.abs(found - np.round(found))[known] < 8 * read.noise * np.maximum(found[known], 1)
     whole = exact.size and exact.all() and 1 < values[-1] <= MOST
-    return found, known, values if whole else values[:0]
+    return (read.places, found, known), values[values > 1] if whole else values[:0]
 
 
 def class_of(support: Support, alive: Array, *, backward: bool) -> str:
