@@ -72,12 +72,10 @@ def tiles(question: Question) -> dict[str, Cut]:
     if question.sparse:
         every = tuple(range(question.slots + question.own))
         return walks.TILES | {"slot by slot, the own block last": partial(walks.of_slots, every)}
-    sizes = [tile for tile in TILES if tile < max(question.lengths_k, default=0)]
-    return {
-        f"tile of {tile}{words}": partial(_cut, partial(_tiles, tile), step)
-        for words, step in (("", 1), (", from the last", -1))
-        for tile in sizes
-    }
+    sizes, found = [t for t in TILES if t < max(question.lengths_k, default=0)], dict[str, Cut]()
+    for (words, step), tile in product({"": 1, ", from the last": -1}.items(), sizes):
+        found[f"tile of {tile}{words}"] = partial(_cut, partial(_tiles, tile), step)
+    return found
 
 
 def splits(question: Question) -> dict[str, Cut]:
@@ -106,18 +104,15 @@ def parts_of_keys(question: Question) -> dict[str, Keys]:
 def parts_of(c: Context, cut: Cut) -> Parts:
     tops, sums = [], []
     for keys in cut(c) or [np.arange(0)]:
-        S, V = c.S, c.V
-        if keys.ndim == 1:
-            S, V = S[..., keys], V[keys]
-        else:
-            S, keys = np.where(keys, S, -np.inf), np.arange(S.shape[2])
+        S = c.S[..., keys] if keys.ndim == 1 else np.where(keys, c.S, -np.inf)
+        keys = keys if keys.ndim == 1 else np.arange(c.S.shape[2])
         top = S.max(axis=-1, initial=-np.inf)
         P = np.exp(S - _finite(top)[..., None])
-        more = {"row_sum": P.sum(axis=-1, keepdims=True), "out": times(P, V)}
+        more = {"row_sum": P.sum(axis=-1, keepdims=True), "out": times(P, c.V[keys])}
         if hasattr(c, "E"):
             moving = P * np.where(c.W > 0, c.E, 0.0)[..., keys]
             more["e"] = moving.sum(axis=-1, keepdims=True)
-            more["tout"], more["ptv"] = times(moving, V), times(P, c.tV[keys])
+            more["tout"], more["ptv"] = times(moving, c.V[keys]), times(P, c.tV[keys])
         tops.append(top)
         sums.append(more)
     return Parts(np.stack(tops), {name: np.stack([x[name] for x in sums]) for name in sums[0]})

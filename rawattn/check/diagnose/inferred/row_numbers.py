@@ -21,8 +21,7 @@ from rawattn.check.diagnose.evidence.structure import where
 from rawattn.check.diagnose.evidence.support import NO_RULE
 from rawattn.check.diagnose.inferred.sample import Sample
 from rawattn.check.diagnose.inferred.terms import CLEAR, CLOSE
-from rawattn.check.diagnose.read.fields import of_view as of_pairs
-from rawattn.check.diagnose.read.fields import other_rows, sum_in_words, sums_of
+from rawattn.check.diagnose.read import fields
 from rawattn.reference.dense import dead_to_inf
 
 APART = (*OF_SLOTS, "delta")  # results that are made apart
@@ -89,7 +88,7 @@ def _of_own(c: Context) -> Floats:
     """What the block that a query stands in adds to e."""
     places, size = places_of(c.question), c.question.block_size
     own = (places.j // size == places.p // size) if c.question.sparse else 0 * places.j
-    return np.asarray((c.P * of_pairs(c, own[None]) * np.where(c.W > 0, c.E, 0.0)).sum(axis=-1))
+    return np.asarray((c.P * fields.of_view(c, own[None]) * np.where(c.W > 0, c.E, 0.0)).sum(-1))
 
 
 class Rows(NamedTuple):
@@ -167,9 +166,6 @@ NUMBERS = {
         Number("how often P tv is in tout", "", _often),
     ),
 }
-# of numbers (num_heads_q, total_q) which are known, how much more they are than they must be, and
-# what rounding leaves of one
-Read = tuple[np.ndarray, Floats, Floats]
 
 
 def bugs(sample: Sample) -> Iterator[Bug]:
@@ -204,9 +200,10 @@ def of_loops(sample: Sample) -> list[Bug]:
     return sample.near([bugs], MANY, EFFORT)
 
 
-def read_of(sample: Sample, number: Number) -> Read | None:
-    """What a result of rows tells, if it is right but for the number of each; nothing where
-    rounding leaves too much of what is off."""
+def read_of(sample: Sample, number: Number) -> tuple[np.ndarray, Floats, Floats] | None:
+    """What a result of rows tells, if it is right but for the number of each, (num_heads_q,
+    total_q): which are known, how much more they are than they must be, and what rounding leaves of
+    one; nothing where it leaves too much of what is off."""
     steps = number.adding(QUANTITIES[""])
     one = sample.planted(Bug("", stages=(sample.stage,), steps=steps))  # 1 more of each number
     moved = {n for n, x in sample.truth.items() if not np.array_equal(one[n], x)} - {*APART}
@@ -240,7 +237,7 @@ def _told(rows: Rows, number: Number, known: Floats, added: Floats, noise: Float
     inside, size = rows.question.sequence_of("q") >= 0, rows.question.dtype.itemsize
     due = np.where(inside, rows.of(right), np.nan)
     own = [0.0 * every] + [rows.of("dlse")] * (right == "D")
-    others = (other_rows(due + x, every + x, known, size) for x in own)
+    others = (fields.other_rows(due + x, every + x, known, size) for x in own)
     if not name and right and (places := next(filter(None, others), "")):
         name, text = "statistics-misplaced", f"that of other rows, {NO_RULE}: {places}"
     elif not name and number.text not in BY_ROW and abs(added).max() > TINY * abs(every).max():
@@ -264,14 +261,14 @@ def _forms(
     those of other places, and sums that go on from one tile of queries to the next."""
     twin = "lse" if right == "lse" else "log(row_sum)"  # of which one is told
     basis = {n: rows.of(n)[known] / unit for n in HELD[rows.stage] if n != twin}
-    for by in sums_of({n: of for n, of in basis.items() if of.any()}, x / unit, 2):
+    for by in fields.sums_of({n: of for n, of in basis.items() if of.any()}, x / unit, 2):
         of_term = "second-term-dropped" if rows.stage in ("jvp", "second") else "denominator"
         kind = "not-normalised" if "row_sum" in by and not right else OF.get(right, of_term)
         if right == "lse" and np.isclose([*by.values()], LOG2_E, 1e-3).any():
             kind = "lse-base-2"
         elif right == "lse" and "row_max" not in by:
             kind = "lse-without-max"
-        yield kind, sum_in_words(by), partial(Rows.summed, often=by)
+        yield kind, fields.sum_in_words(by), partial(Rows.summed, often=by)
     with_dlse = right == "D" and rows.question.dlse is not None
     for by_map, own in product(maps.families(rows.question, True), ("", "dlse")[: 1 + with_dlse]):
         text = f"that of other rows{', but for dlse' * bool(own)}: {by_map.words}"
@@ -356,9 +353,8 @@ def _summed(question: Question) -> dict[str, Floats]:
     found = {OF_ALL: b >= 0, "the last sequence alone": final}
     found["queries of sequences with keys"] = m > 0
     found |= {f"{OF_ALL}, once for every tile of {t} keys,": -(-m // t) for t in TILES}
-    for t in TILES:
-        text = f"the last tile of {t} queries of the last sequence"
-        found[text] = final & (i // t == (n - 1) // t)
+    words = "the last tile of {} queries of the last sequence"
+    found |= {words.format(t): final & (i // t == (n - 1) // t) for t in TILES}
     x = places_of(question)
     ends = [np.where(x.right, by * x.j, LOWEST).max(axis=1, initial=LOWEST) for by in (1, -1)]
     for own, t in product(TILES, TILES):  # what a loop visits, from the first to the last key
@@ -367,8 +363,7 @@ def _summed(question: Question) -> dict[str, Floats]:
         for of, end in zip((last, first), ends, strict=True):
             np.maximum.at(of, tile, end)
         visits = np.where(last < 0, 0, last // t - -first // t + 1)[tile]
+        text = f"{OF_ALL}, once for every tile of {t} keys that its {own} queries visit,"
         if not any(np.array_equal(visits, often) for often in found.values()):
-            found[f"{OF_ALL}, once for every tile of {t} keys that its {own} queries visit,"] = (
-                visits
-            )
+            found[text] = visits
     return {of: rows * (b >= 0) for of, rows in found.items()}

@@ -4,7 +4,7 @@ are left out, just the rows are wrong that have such a pair; bounds for which th
 are planted. Long, since bugs of one pass are terms as well as pairs."""
 
 import re
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator
 from dataclasses import replace
 from functools import lru_cache, partial
 from itertools import chain, product
@@ -23,8 +23,7 @@ from rawattn.check.diagnose.evidence.places import Places, places_of
 from rawattn.check.diagnose.evidence.precision import finite
 from rawattn.check.diagnose.evidence.structure import Span
 from rawattn.check.diagnose.inferred.sample import Sample
-from rawattn.check.diagnose.read.fields import number
-from rawattn.check.diagnose.read.fields import of_view as of_pairs
+from rawattn.check.diagnose.read import fields
 
 NUMBERS = 20_000  # of a tensor that are looked at, about
 NEAR, CLOSE = 1e-2, 1e-3  # of a factor to one that has a name; of what is off that may be left
@@ -143,7 +142,7 @@ _right = lru_cache(maxsize=4)(partial(solve, stage="forward"))
 
 def _of_E_alone(c: Context) -> Floats:
     """The tangent of out whose P tV is of the right pairs alone."""
-    right = c.P * of_pairs(c, places_of(c.question).rights)
+    right = c.P * fields.of_view(c, places_of(c.question).rights)
     return np.asarray(times(c.P * c.E, c.V) + times(right, c.tV) - c.e[..., None] * c.O)
 
 
@@ -175,15 +174,14 @@ def _alone(sample: Sample, plant: Callable[[Bug], Bug] = lambda bug: bug) -> lis
     return [*bugs.values()]
 
 
-def _told(sample: Sample, term: second_order.Term, factor: float) -> Iterator[Bug]:
+def _told(sample: Sample, term: second_order.Term, by: float) -> Iterator[Bug]:
     """What counts so often: a bug of each number that may be meant, as other questions have it."""
     q, stages = sample.question, (sample.stage,)
-    near = {words: of for words, of in KNOWN.items() if abs(factor / of(q) - 1) < NEAR}
-    if abs(factor) < NEAR:
+    near = {words: of for words, of in KNOWN.items() if abs(by / of(q) - 1) < NEAR}
+    if abs(by) < NEAR:
         yield Bug(term.name, term.none, stages, steps=term.of(0.0))
     elif not near:
-        text = f"{term.text}, times {number(factor)}"
-        yield Bug(term.other, text, stages, steps=term.of(factor))
+        yield Bug(term.other, f"{term.text}, times {fields.number(by)}", stages, steps=term.of(by))
     scale = "output-scale" if sample.stage == "backward" else "tangent-scale"
     name = scale if near.keys() & OF_S and term.other in OF_SCALE else term.other
     for words, of in near.items():
@@ -197,8 +195,13 @@ def pairs_dropped(sample: Sample) -> Iterator[Bug]:
     steps = [step for step in GRADIENTS if RESULTS[step] & sample.wrong.keys()]
     if sample.question.sparse or len(sample.question.q) * len(sample.question.k) > PAIRS:
         return
-    places, wrong = places_of(sample.question), {side: _wrong(sample, side, told) for side in "qk"}
-    if not steps or all(x is None or x.all() for x in wrong.values()):
+    places, wrong = places_of(sample.question), dict[str, np.ndarray]()  # rows of q, and of k
+    for name in (n for n in sample.wrong if any(n in RESULTS[step] for step in told)):
+        x, right = sample.found[name], by_rows(name, sample.truth[name])
+        most, side = 4 * sample.wrong[name] * np.sqrt(np.mean(right**2)), side_of(name)
+        off = ~(np.abs(x - right).max(axis=(1, 2), initial=0.0) <= most)
+        wrong[side] = wrong.get(side, False) | off
+    if not steps or all(rows.all() for rows in wrong.values()):
         return
     sets, sums = [(*told, *more) for more in WITH_FIRST_PASS] if first else [steps], {}
     for some in sets:
@@ -229,13 +232,6 @@ def _odd(places: Places, span: Span) -> int:
     return 4 * far + 2 * (loop[4] != due * (places.question.mask_window[of_right] > 0)) + wide
 
 
-def _spans(places: Places, wrong: dict[str, np.ndarray | None]) -> Iterator[Span]:
-    """Those of loops first; of equal lengths by words that hold on others."""
-    for name in chain(places.loops, places.features):
-        general = name.replace("(i of", "(p of").replace("(j of", "(j - p + i of")
-        yield from _bounds(general if places.aligned else name, places, wrong)
-
-
 def _words(span: Span, places: Places) -> str:
     """Of a bound; where lengths differ, whether it lacks the diagonal's offset; a loop's end."""
     lacks = {*re.findall(r"\b[ijp]\b", span.feature)} == {"i", "j"} and not places.aligned
@@ -248,34 +244,26 @@ def _words(span: Span, places: Places) -> str:
     return f"the loop over {other} {does} {where}: {text}"
 
 
-def _wrong(sample: Sample, side: str, told: Sequence[str]) -> np.ndarray | None:
-    """Rows of q or of k of which a result is wrong, in any head; None without a wrong one."""
-    found = []
-    for name, noise in sample.wrong.items():
-        if side_of(name) == side and any(name in RESULTS[step] for step in told):
-            x, right = sample.found[name], by_rows(name, sample.truth[name])
-            most = 4 * noise * np.sqrt(np.mean(right**2))
-            found.append(~(np.abs(x - right).max(axis=(1, 2), initial=0.0) <= most))
-    return np.logical_or.reduce(found) if found else None
-
-
-def _bounds(name: str, places: Places, wrong: dict[str, np.ndarray | None]) -> Iterator[Span]:
-    """Bounds of a feature beyond which the wrong rows, and no others, have pairs."""
-    x = np.broadcast_to(places.feature(name), places.right.shape)
-    for sign in (1, -1):
-        beyond = np.where(places.right, sign * x.astype(float), -np.inf)
-        low, high = -np.inf, np.inf
-        for side, rows in wrong.items():
-            if rows is not None:
+def _spans(places: Places, wrong: dict[str, np.ndarray]) -> Iterator[Span]:
+    """Bounds of features beyond which the wrong rows, and no others, have pairs, those of loops
+    first; of equal lengths by words that hold on others."""
+    for own in chain(places.loops, places.features):
+        general = own.replace("(i of", "(p of").replace("(j of", "(j - p + i of")
+        name = general if places.aligned else own
+        x = np.broadcast_to(places.feature(name), places.right.shape)
+        for sign in (1, -1):
+            beyond = np.where(places.right, sign * x.astype(float), -np.inf)
+            low, high = -np.inf, np.inf
+            for side, rows in wrong.items():
                 most = beyond.max(axis="qk".index(side) ^ 1, initial=-np.inf)
                 low = max(low, most[~rows].max(initial=-np.inf))
                 high = min(high, most[rows].min(initial=np.inf))
-        for bound in {low + 1, high} if -np.inf < low < high < np.inf else ():
-            yield Span(name, int(bound), None) if sign > 0 else Span(name, None, -int(bound))
+            for bound in {low + 1, high} if -np.inf < low < high < np.inf else ():
+                yield Span(name, int(bound), None) if sign > 0 else Span(name, None, -int(bound))
 
 
 def _without(span: Span, step: str, names: Collection[str], c: Context) -> Floats:
     """A step without these pairs in its operands; e is known behind the loop."""
-    kept = ~of_pairs(c, span.holds(places_of(c.question))[None])
+    kept = ~fields.of_view(c, span.holds(places_of(c.question))[None])
     operands = {name: np.where(kept, getattr(c, name), 0.0) for name in names}
     return np.asarray((by_given_out if step == "tO" else STEPS[step])(changed(c, **operands)))

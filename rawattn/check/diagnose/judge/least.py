@@ -20,7 +20,6 @@ from rawattn.check.diagnose.judge.diagnosis import costs_of, sizes_of
 from rawattn.check.diagnose.read import probe
 from rawattn.check.diagnose.read.fields import NEAR
 from rawattn.check.diagnose.read.name import READ, ask_branch
-from rawattn.check.diagnose.read.probe import OF_DERIVATIVES, Ask, Refused
 from rawattn.check.diagnose.read.said import branch_of, largest
 from rawattn.check.diagnose.read.tables import OFF, ROW, Table, Whose, tables_of, told
 from rawattn.check.expected import Target, expect
@@ -56,7 +55,7 @@ class Asker(NamedTuple):
     candidate: Candidate
     stage: str
     question: Callable[[Case], Question]
-    ask: Ask
+    ask: probe.Ask
 
     def results(self, case: Case) -> tuple[Answers, dict[str, Target]]:
         expected = (expect if self.stage in FIRST else expect_second)(case)
@@ -139,13 +138,11 @@ def with_lengths(case: Case, lengths: Lengths) -> Case:
 
 def _fields(asker: Asker, case: Case, question: Question) -> Iterator[Table]:
     """What a pass makes of a problem, and what it must: from its first step to its results."""
-    still: dict[str, Any] = dict.fromkeys(OF_DERIVATIVES)
-    alone, stage = replace(question, **still), asker.stage
-    asked = [("", asker.ask, alone)]
+    stage, asked = asker.stage, [("", asker.ask, replace(question, **probe.STILL))]
     if stage == "forward" and question.sliding is not None:
         asked.append(("sliding ", ask_branch(question, asker.ask), branch_of(question)))
     for name, function, of in asked:
-        with suppress(Refused):
+        with suppress(probe.Refused):
             read = READ[stage](function, of)
             yield from (replace(one, name=name + one.name) for one in tables_of(read))
     found, targets = asker.results(case)
@@ -153,7 +150,7 @@ def _fields(asker: Asker, case: Case, question: Question) -> Iterator[Table]:
         target = targets[name]
         given = [x for x in LINEAR.get(name, ()) if getattr(question, x) is not None]
         for units in given if target.judge(found[name]).verdict == "FAIL" else ():
-            with suppress(Refused):
+            with suppress(probe.Refused):
                 yield from entries(asker, question, name, units)
         yield _of_rows(name, found[name], target.reference, question, target.allowance())
 
@@ -193,7 +190,7 @@ def entries(asker: Asker, question: Question, name: str, units: str) -> Iterator
     if (kept := getattr(question, other, None)) is not None:  # in the columns of no unit vector
         kept = np.concatenate([0 * kept[..., : len(kept)], kept[..., len(kept) :]], axis=-1)
 
-    def ask(answers: Ask, x: Question) -> Answers:
+    def ask(answers: probe.Ask, x: Question) -> Answers:
         given = {} if kept is None else {other: kept, units: getattr(x, of)}
         asked.append(probe.with_right(replace(x, **given))[1])
         return answers(asked[-1])
@@ -266,19 +263,15 @@ def _summed(of: Table, q: Question, moved: str) -> Table | None:
     count = sum(len(given[n]) * max(1, given[n].shape[1] // heads) for n in kinds)
     if of.columns != "column" or count > 3 * width // 4 or not np.isfinite(of.found).all():
         return None
-    found = []
-    for head in range(heads):
-        basis, labels = [], []
-        for name in kinds:
-            x = np.asarray(given[name], dtype=np.float64)
-            many = x.shape[1] // heads  # 0: heads of keys, of which several use one
-            for h in range(head * many, (head + 1) * many) or (head * x.shape[1] // heads,):
-                basis.append(x[:, h])
-                labels += [f"{name}[{n}{f', head {h}' * (many > 1)}]" for n in range(len(x))]
-        rows = np.nan_to_num(np.concatenate(basis))  # of keys that nobody must see
-        shares = [x @ np.linalg.pinv(rows) for x in (of.found[head], of.due[head])]
-        if not np.allclose(shares[0] @ rows, of.found[head], rtol=of.noise, atol=of.noise):
-            return None  # columns differ in what they are sums of
-        found.append(shares)
-    x, y = (np.array(part) for part in zip(*found, strict=True))
+    basis, labels, own = [], [], " of its group" * (heads > 1)
+    for name in kinds:
+        x = np.nan_to_num(np.asarray(given[name], dtype=np.float64))  # keys that nobody must see
+        x = x.repeat(max(1, heads // x.shape[1]), axis=1)  # heads of keys, of which several use one
+        n, many = len(x), x.shape[1] // heads
+        basis.append(np.moveaxis(x, 0, 1).reshape(heads, many * n, x.shape[2]))
+        labels += [f"{name}[{i}{f', head {h}{own}' * (many > 1)}]" for h, i in np.ndindex(many, n)]
+    rows = np.concatenate(basis, axis=1)
+    x, y = (every @ np.linalg.pinv(rows) for every in (of.found, of.due))
+    if not np.allclose(x @ rows, of.found, rtol=of.noise, atol=of.noise):
+        return None  # columns differ in what they are sums of
     return Table(of.name, x, y, of.side, tuple(labels), max(10 * of.noise, 1e-4))

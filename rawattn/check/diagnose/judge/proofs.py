@@ -13,7 +13,7 @@ import numpy as np
 from rawattn.check.candidate import Candidate
 from rawattn.check.cases import Case
 from rawattn.check.diagnose.catalogue.classes import CLASSES
-from rawattn.check.diagnose.engine.attention import Floats, Given, solve
+from rawattn.check.diagnose.engine.attention import Given, solve
 from rawattn.check.diagnose.engine.question import STAGES, Answers, Question, by_rows, side_of
 from rawattn.check.diagnose.evidence import precision, structure
 from rawattn.check.diagnose.evidence.places import places_of
@@ -148,30 +148,25 @@ def of_sinks(q: Question, answers: Answers, side: str, others: Sequence[Finding]
 
 def of_race(question: Question, call: Callable[[Question], Answers], side: str) -> list[Finding]:
     """Answers that change when the same is asked again, by more than another order of sums does."""
-    asked, found = replace(question, out=None, lse=None), dict[str, tuple[float, float]]()
+    q, differ = replace(question, out=None, lse=None), dict[str, tuple[float, float]]()
+    ulps = ULPS[q.dtype.itemsize] * eps_of(q.q)  # also of results in more bits
     with suppress(Exception):  # a function may refuse to be asked again
-        first, again = call(asked), call(asked)
-        both = (n for n, x in again.items() if n in first and x.ndim > 1)  # sums have no rows
-        found = {n: _change(asked, n, first[n], again[n]) for n in both}
-    differ = {name: change for name, change in found.items() if change[0] > change[1]}
+        first, again = call(q), call(q)
+        tiny = np.sqrt(max((*q.lengths_q, *q.lengths_k))) * SMALLEST if q.dtype == np.float16 else 0
+        for name in (n for n, x in again.items() if n in first and x.ndim > 1):  # of rows
+            inside = slice(*q.offsets(name)[[0, -1]].tolist())
+            before, now = (by_rows(name, of[name])[inside] for of in (first, again))
+            with np.errstate(invalid="ignore"):
+                off = np.abs(np.where(np.isfinite(before) & (now != before), now - before, 0))
+            allowed = float(ulps * np.abs(precision.finite(before)).max(initial=0.0) + tiny)
+            most = float(np.nan_to_num(off, nan=np.inf).max(initial=0.0))
+            differ |= {name: (most, allowed)} if most > allowed else {}
     if not differ:
         return []
     most, allowed = max(differ.values(), key=lambda change: change[0] - change[1])
     said = f"a second, equal call changes them by up to {most:.2g}"
     said += f"; the order of additions explains {allowed:.1g}"
     return [finding(side, "race", ", ".join(differ), "proved", (said,))]
-
-
-def _change(q: Question, tensor: str, first: np.ndarray, again: np.ndarray) -> tuple[float, float]:
-    """What a result changes by at most where it was finite, and what rounding may."""
-    ulps = ULPS[q.dtype.itemsize] * eps_of(q.q)  # also of results in more bits
-    tiny = np.sqrt(max((*q.lengths_q, *q.lengths_k))) * SMALLEST if q.dtype == np.float16 else 0
-    rows = slice(*q.offsets(tensor)[[0, -1]].tolist())
-    before, now = (by_rows(tensor, x)[rows] for x in (first, again))
-    with np.errstate(invalid="ignore"):
-        off = np.abs(np.where(np.isfinite(before) & (now != before), now - before, 0))
-    allowed = float(ulps * np.abs(precision.finite(before)).max(initial=0.0) + tiny)
-    return float(np.nan_to_num(off, nan=np.inf).max(initial=0.0)), allowed
 
 
 def of_traps(candidate: Candidate, case: Case, side: str) -> list[Finding]:
@@ -286,22 +281,16 @@ def _seen(question: Question, answers: Answers) -> np.ndarray | None:
     scores = question.scale * np.einsum("qhd,khd->hqk", q, k[:, heads])
     for row in range(len(q)):
         weights = np.exp(scores[:, row] - scores[:, row].max(axis=1, keepdims=True))
-        sums, moments = (_intervals(x) for x in (weights, weights * values))
+        total = np.pad(np.cumsum([weights, weights * values], axis=2), ((0, 0), (0, 0), (1, 0)))
+        sums, moments = total[:, :, None] - total[..., None]  # by where intervals begin and stop
         with np.errstate(divide="ignore", invalid="ignore"):
             off = np.abs(moments / sums - out[:, row, None, None]).max(axis=0)
-        off = np.where(np.isnan(off), np.inf, off)
+        off = np.where(np.isnan(off) | (np.tri(len(off)) > 0), np.inf, off)
         first, stop = np.unravel_index(off.argmin(), off.shape)
         if off[first, stop] > NEAR[question.dtype.itemsize] * np.abs(values).max():
             return None
         found[row, first:stop] = True
     return None if np.array_equal(found, places_of(question).right) else found
-
-
-def _intervals(x: Floats) -> Floats:
-    """(heads, first, stop): sums of x (heads, keys); NaN where there is no interval."""
-    total = np.pad(np.cumsum(x, axis=1), ((0, 0), (1, 0)))
-    sums = total[:, None] - total[:, :, None]
-    return np.where(np.triu(np.ones(sums.shape[1:]), 1) > 0, sums, np.nan)
 
 
 def _masks(question: Question, wanted: np.ndarray) -> Iterator[Option]:

@@ -351,14 +351,10 @@ def _curves(field: Field, c: Context) -> Iterator[Term]:
             with np.errstate(invalid="ignore", over="ignore"):
                 return field.left(c.G * curve(c.Y, x)[0] - c.S)
 
-        bent = cap is not None and "{c}" in words
         factors = {"": 1.0, " times ln 2": 1 / LOG2_E, " times log2(e)": LOG2_E}
-        caps = (
-            {cap * by: f" (the softcap{of})" * (by != 1) for of, by in factors.items()}
-            if bent
-            else {}
-        )
-        caps |= {cap * c.s: " (the softcap, before softmax_scale)"} if bent else {}
+        factors |= {", before softmax_scale": c.s}
+        bent = cap is not None and "{c}" in words
+        caps = {cap * by: f" (the softcap{of})" * bool(of) for of, by in factors.items() if bent}
         x = min((*NUMBERS, *caps), key=left_by) if "{c}" in words else 1.0
         for fine in range(15) if "{c}" in words and left_by(x) < far else ():
             x = float(min(x * 2 ** (np.linspace(-1, 1, 9) / 4**fine), key=left_by))

@@ -56,18 +56,10 @@ class Part:
 
     def __init__(self, said: Said | None, read: Backward, name: str) -> None:
         self.places, self.noise = read.weights.places, 3 * read.weights.noise
-        self.slopes, places = read.slopes[name], self.places
-        self.seen = places.rights if said is None else said.support.at(places)
+        self.slopes = slopes = copy(read.slopes[name])
+        self.seen = self.places.rights if said is None else said.support.at(self.places)
         self.said, self.name = said, name
-        if said is not None and said.listed is not None:
-            self.slopes = copy(self.slopes)
-            self.slopes.slope = listed_scores(said.listed, places, self.slopes.S)[1]
-        if said is not None and "cap" in said.steps:
-            self.slopes = copy(self.slopes)
-            self.slopes.slope = self.of(lambda c: c.slope + 0 * c.S)
-        slopes = self.slopes
-        of_rows = said is not None and "bP" in said.steps
-        self.P = self.of(lambda c: c.P) if of_rows else self._weights(places, slopes.S, slopes.L)
+        slopes.slope, self.P = (self.of(x) for x in (lambda c: c.slope + 0 * c.S, lambda c: c.P))
         Z = slopes.slope * (slopes.dP - slopes.D)
         self.there = (self.P > 1e-4) & (np.abs(Z) > CLEAR * (np.sqrt(np.mean(Z**2)) or 1.0))
         self.f = np.where(self.there, slopes.dS / np.where(self.there, self.P * Z, 1.0), 1.0)
@@ -79,26 +71,20 @@ class Part:
         self.row_term = np.where(self.known, slopes.dP - slopes.dS / by, np.nan)
         self.of_row_term = self.noise * float(np.nanmax(np.abs(self.row_term), initial=1.0))
 
-    def _weights(self, places: Places, S: Array, L: Array) -> Array:
-        """P with what is known of it, by the right scores and lse."""
-        with np.errstate(over="ignore"):
-            scores = S if self.said is None else self.said.scores(places, S)
-            return np.where(self.seen, np.exp(scores - dead_to_inf(np, L)), 0.0)
-
     def context(self, question: Question) -> Context:
         """Of a call, with what is known of P."""
-        places = places_of(question)
+        places, said = places_of(question), self.said
         c = backward_of(Right(places))
-        if self.said is not None and "cap" in self.said.steps:
-            c.cap = self.said.steps["cap"](c)
+        c.W, steps = self.seen.astype(np.float64), {} if said is None else said.steps
+        S = np.where(self.seen, c.S if said is None else said.scores(places, c.S), -np.inf)
+        if "cap" in steps:
+            c.cap = steps["cap"](c)
             c.slope = c.G * c.cap[1]
-        c.W = self.seen.astype(np.float64)
-        c.P = self._weights(places, c.S, c.L[..., None])
-        if self.said is not None and "bP" in self.said.steps:
-            S = np.where(self.seen, self.said.scores(places, c.S), -np.inf)
-            c.P = self.said.steps["bP"](changed(c, S=S))
-        if self.said is not None and self.said.listed is not None:
-            c.G = c.slope = listed_scores(self.said.listed, places, c.S)[1]
+        with np.errstate(over="ignore"):
+            by_right_lse = np.exp(S - dead_to_inf(np, c.L[..., None]))
+        c.P = steps["bP"](changed(c, S=S)) if "bP" in steps else by_right_lse
+        if said is not None and said.listed is not None:
+            c.G = c.slope = listed_scores(said.listed, places, c.S)[1]
         c.dS = c.P * (c.dP - c.D[..., None])
         c.dY = c.slope * c.dS
         return c

@@ -5,7 +5,7 @@ sequences of any kind, and behind them, as many each, those of every question.""
 
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, replace
 from functools import cache, partial
 from typing import Any
 
@@ -18,7 +18,7 @@ from rawattn.check.diagnose.evidence.places import places_of
 from rawattn.check.diagnose.evidence.support import NO_RULE, Support
 from rawattn.check.diagnose.findings import NAMELESS, PLAIN, Diagnosis, Finding
 from rawattn.check.diagnose.read import probe, tables
-from rawattn.check.diagnose.read.probe import OF_DERIVATIVES, Ask, Refused, Weights, problem
+from rawattn.check.diagnose.read.probe import STILL, Ask, Refused, Weights, problem
 from rawattn.check.diagnose.read.said import Said, branch_of
 from rawattn.check.diagnose.read.slopes import said_of_backward
 from rawattn.check.diagnose.read.weights import said_of
@@ -311,9 +311,9 @@ def _asked(question: Question, answers: Answers, like: Question) -> Callable[[st
 
 def _plain(question: Question) -> Question:
     """Without what is about derivatives, except dout; what the reader asks has no more."""
-    changes: dict[str, Any] = dict.fromkeys((*OF_DERIVATIVES[1:], "out", "lse"))
     still = np.zeros((*question.q.shape[:2], question.v.shape[2]), question.q.dtype)
-    return replace(question, **changes, dout=still if question.dout is None else question.dout)
+    dout = still if question.dout is None else question.dout
+    return replace(question, **STILL | {"out": None, "lse": None, "dout": dout})
 
 
 def _shorter(question: Question) -> Question:
@@ -346,6 +346,5 @@ def _questions(like: Question) -> list[Question]:
 
 def _same(one: Question, other: Question) -> bool:
     """Whether what a function is given is the same, but for out and lse, which are its own."""
-    names = (field.name for field in fields(Question) if field.name not in ("out", "lse"))
-    given = ((getattr(_plain(one), name), getattr(_plain(other), name)) for name in names)
+    given = zip(*(vars(_plain(x)).values() for x in (one, other)), strict=True)
     return all(a is b or (np.shape(a) == np.shape(b) and np.array_equal(a, b)) for a, b in given)

@@ -16,7 +16,8 @@ from rawattn.check.diagnose.read.fields import Calls, backward_of
 from rawattn.check.diff import FLOATING
 
 Ask = Callable[[Question], Answers]  # answers of one stage; may raise anything
-OF_DERIVATIVES = ("dout", "dlse", "tq", "tk", "tv", "tsinks", "tblock_scale", "sliding")
+STILL: dict[str, Any] = dict.fromkeys(("dout", "dlse", "tq", "tk", "tv", "tsinks", "tblock_scale"))
+STILL |= {"sliding": None}  # what a forward pass has not
 SPREAD = 0.8  # standard deviation of scores: small, so that no weight is too small for 16 bits
 NOISE = {"float64": 1e-5, "float32": 1e-3, "float16": 2e-3, "bfloat16": 1e-2}  # of log-weights
 SEEN = {"float16": 1e-5}  # weights above are seen; of other dtypes those above TINY
@@ -87,18 +88,16 @@ def problem(question: Question, seed: int, *, other: int = 0, more: Sequence[int
     size = float(np.sqrt(SPREAD / max(abs(question.scale) * question.q.shape[2] ** 0.5, 1e-6)))
     (n, m), of_v = (int(x[-1]) for x in offsets), question.v.shape[2]
     q, k = _drawn(rng, question.q, size, n), _drawn(rng, question.k, size, m)
-    given: dict[str, Any] = dict.fromkeys(OF_DERIVATIVES)
-    given |= {"q": q, "k": k, "v": _drawn(rng, question.v, 1.0, m), "seqused_k": used}
+    given = STILL | {"q": q, "k": k, "v": _drawn(rng, question.v, 1.0, m), "seqused_k": used}
     given |= {"cu_seqlens_q": offsets[0], "cu_seqlens_k": offsets[1]}
     given |= {"out": np.zeros((*q.shape[:2], of_v), q.dtype), "lse": np.zeros(q.shape[1::-1])}
     found = replace(question, **given)
     return replace(found, **_lists(found, rng)) if question.sparse else found
 
 
-def _drawn(rng: np.random.Generator, like: Array, size: float, rows: int | None = None) -> Array:
-    """Normal numbers in the form of an array, or with so many rows."""
-    shape = like.shape if rows is None else (rows, *like.shape[1:])
-    return np.asarray((size * rng.standard_normal(shape)).astype(like.dtype))
+def _drawn(rng: np.random.Generator, like: Array, size: float, rows: int) -> Array:
+    """Normal numbers in so many rows like those of an array."""
+    return np.asarray((size * rng.standard_normal((rows, *like.shape[1:]))).astype(like.dtype))
 
 
 def _lists(question: Question, rng: np.random.Generator) -> dict[str, Any]:
@@ -173,8 +172,8 @@ def read_backward(ask: Ask, question: Question) -> Backward:
     _allow(-(-m // depth) + group * -(-n // width) + 1)
     rng = np.random.default_rng([n, m, 78])
     size = SPREAD / (abs(question.scale) or 1.0)
-    like = (question.q, size), (question.k, size), (question.v, 1.0), (question.out, 1.0)
-    q, k, v, dout = (_drawn(rng, np.asarray(x), by) for x, by in like)
+    like: Any = (question.q, size), (question.k, size), (question.v, 1.0), (question.out, 1.0)
+    q, k, v, dout = (_drawn(rng, x, by, len(x)) for x, by in like)
     of_q, of_k = Slopes(H, n, m), Slopes(H, n, m)
     for block in _blocks(m, depth):
         right, asked = with_right(replace(question, q=q, k=_units(k, block), v=v, dout=dout))
@@ -215,12 +214,9 @@ def read_entries(ask: Ask, question: Question, name: str, of: str) -> Array:
     _allow(len(parts))
     for head, block in parts:
         units: Any = {of: _units(like, block, head)}
-        _, asked = with_right(replace(question, **units))
-        x = _called(ask, asked)[name].swapaxes(0, 1)[..., : len(block)]
-        if of_keys:
-            found[:, :, block] = x
-        else:
-            found[head, block] = x[head // question.group].T
+        x = _called(ask, replace(question, **units))[name].swapaxes(0, 1)[..., : len(block)]
+        at = np.s_[:, :, block] if of_keys else np.s_[head, block]
+        found[at] = x if of_keys else x[head // question.group].T
     return found / (question.scale if of in ("q", "k") else 1.0)
 
 

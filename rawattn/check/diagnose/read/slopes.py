@@ -1,7 +1,7 @@
 """What a backward pass has in place of dS."""
 
 from collections.abc import Callable
-from functools import partial
+from functools import cache, partial
 from itertools import islice
 
 import numpy as np
@@ -56,13 +56,35 @@ def _change(
     right = Part(None, read, name) if of_P else None  # which dS may have, for all that P has not
     if right and right.field(right.f - 1).zero and not (right.gone.any() or right.wrongly.any()):
         return Change(["is that of the right weights"], "", _masked, masked=True)
-    own = Part(said, read, name)
-    if said.wrong and own.fits(own.of(by_own_sums)):
-        if not own.fits(own.of(lambda c: np.asarray(c.dY))):
+    part, other = Part(said, read, name), cache(lambda: Part(said, second(), name))
+    if said.wrong and part.fits(part.of(by_own_sums)):
+        if not part.fits(part.of(lambda c: np.asarray(c.dY))):
             return Change(["has D as the sum of P dP of its weights"], "", by_own_sums, masked=True)
-    if same is not None and same.whole and same.dY and own.fits(own.of(same.dY)):
+    if same is not None and same.whole and same.dY and part.fits(part.of(same.dY)):
         return same
-    return _change_of(own, lambda: Part(said, second(), name))
+    if not np.isfinite(part.slopes.dS).all():
+        return Change(["is not finite"])
+    if not part.known.any():
+        return Change(["meets no row that it must"] if part.there.any() else [])
+    change = _form_of(part, other)
+    known = change.whole or (change.text and change.dY is None)
+    if known or not (part.gone.any() or part.wrongly.any()):
+        return change
+    try:
+        pairs = support_of(part.pairs, other().pairs)
+    except (NotImplementedError, ValueError):  # it is not known who sees whom there
+        return Change([IN_ANOTHER_WAY])
+    verbs = {LESS: "misses pairs", MORE: "has pairs that must not be"}
+    told = [one.text(len(part.f), verbs[one.kind]) for one in pairs.parts]
+    if any(one.kind == LESS for one in pairs.parts):
+        row = -1 if part.name == "dq" else -2  # of the gradient: the axis that it is summed over
+        lines = np.broadcast_to(part.gone.any(axis=row, keepdims=True), part.gone.shape)
+        whole = not part.known[lines].any()
+        kind = "rows-not-written" if whole else of_pairs(part.places, part.gone, part.there)
+    else:
+        kind = BACKWARD_ONLY if told else ""
+    dY = partial(_with_pairs, pairs, change.dY) if pairs.named else None
+    return Change([*told, *change.text], kind or change.name, dY, times=change.times)
 
 
 def _masked(c: Context) -> Array:
@@ -94,33 +116,6 @@ def _say(said: Said, change: Change, step: str, of: str) -> None:
         said.steps["dY"] = lambda c: dY(changed(c, dY=STEPS["dY"](c)))
     elif dY is not None:
         said.steps[step] = lambda c: STEPS[step](changed(c, dY=dY(c)))
-
-
-def _change_of(part: Part, second: Callable[[], Part]) -> Change:
-    """What is wrong with one of the two ways to dS; ``second``: the same on other lengths."""
-    if not np.isfinite(part.slopes.dS).all():
-        return Change(["is not finite"])
-    if not part.known.any():
-        return Change(["meets no row that it must"] if part.there.any() else [])
-    change = _form_of(part, second)
-    known = change.whole or (change.text and change.dY is None)
-    if known or not (part.gone.any() or part.wrongly.any()):
-        return change
-    try:
-        pairs = support_of(part.pairs, second().pairs)
-    except (NotImplementedError, ValueError):  # it is not known who sees whom there
-        return Change([IN_ANOTHER_WAY])
-    verbs = {LESS: "misses pairs", MORE: "has pairs that must not be"}
-    told = [one.text(len(part.f), verbs[one.kind]) for one in pairs.parts]
-    if any(one.kind == LESS for one in pairs.parts):
-        row = -1 if part.name == "dq" else -2  # of the gradient: the axis that it is summed over
-        lines = np.broadcast_to(part.gone.any(axis=row, keepdims=True), part.gone.shape)
-        whole = not part.known[lines].any()
-        name = "rows-not-written" if whole else of_pairs(part.places, part.gone, part.there)
-    else:
-        name = BACKWARD_ONLY if told else ""
-    dY = partial(_with_pairs, pairs, change.dY) if pairs.named else None
-    return Change([*told, *change.text], name or change.name, dY, times=change.times)
 
 
 def _with_pairs(pairs: Support, dY: Callable[[Context], Array] | None, c: Context) -> Array:

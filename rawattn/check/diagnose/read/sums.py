@@ -14,7 +14,6 @@ from rawattn.check.diagnose.engine.attention import STEPS, TILES, Context
 from rawattn.check.diagnose.evidence.places import Array, Places, Right, log_sum, places_of
 from rawattn.check.diagnose.evidence.structure import Rule, Span, where
 from rawattn.check.diagnose.read import fields
-from rawattn.check.diagnose.read.fields import of_other_heads, of_view, sum_in_words, sums_of
 from rawattn.check.diagnose.read.probe import Weights
 from rawattn.check.diagnose.read.said import Said
 from rawattn.reference.dense import dead_to_inf
@@ -76,37 +75,27 @@ Logs = Callable[[Rows], Array]
 Form = tuple[str, str, Logs]  # in words, the class, and what rows are divided by
 
 
-def say_passed(said: Said) -> None:
-    """Whether weights are exp(score - lse), with the lse that was given."""
-    x = _Read(said, said.weights, said.weights.right.lse)
-    x.known &= np.isfinite(x.due)
-    _say_wrongly(said, x, x.due)
-    if not x.fit(x.due, 8):
-        _say_form(said, x, None)
-        if "softmax" in said.steps:
-            own = said.steps.pop("softmax")
-            said.steps["bP"] = lambda c: own(c)[1]
-
-
 def say_sums(said: Said, second: Callable[[], Weights]) -> None:
-    """What the weights are divided by, and lse; ``second``: the same on other lengths."""
-    x = _Read(said, said.weights)
-    _say_wrongly(said, x, None)
-    if x.fit(x.due):
-        said.right.append("row sums")
-    else:
-        _say_form(said, x, second)
-    if said.weights.lse is not None:
-        _say_lse(said, x)
-
-
-def _say_wrongly(said: Said, x: _Read, due: Array | None) -> None:
-    """What scores keys have that must not be seen, where it is not their own."""
+    """What the weights are divided by, or whether by the lse that was passed, and lse; ``second``:
+    the same on other lengths. And what scores keys that must not be seen have, if not their own."""
+    read, passed = said.weights, said.weights.passed
+    given = read.right.lse if passed else None
+    x = _Read(said, read, given)
+    x.known &= np.isfinite(x.due) | (not passed)
     wrongly = x.seen & ~x.places.rights & x.known[..., None]
     level = x.logs + x.total[..., None]  # of which weights are exp
     if np.abs(level - x.S)[wrongly].max(initial=0.0) >= 8 * x.noise:
         _say_filled(said, level[wrongly], x.noise)
-        Rows.__init__(x, x.places, np.where(wrongly, level, x.S), x.seen, due)
+        Rows.__init__(x, x.places, np.where(wrongly, level, x.S), x.seen, given)
+    if not x.fit(x.due, 8 if passed else 1):
+        _say_form(said, x, None if passed else second)
+    elif not passed:
+        said.right.append("row sums")
+    if passed and "softmax" in said.steps:
+        own = said.steps.pop("softmax")
+        said.steps["bP"] = lambda c: own(c)[1]
+    elif not passed and read.lse is not None:
+        _say_lse(said, x)
 
 
 @np.errstate(all="ignore")
@@ -180,7 +169,7 @@ def _say_filled(said: Said, level: Array, noise: float) -> None:
         text += " (the softcap is applied to masked scores)" * capped
         said.names[:] = ["mask-fill"]
         said.steps["S"] = lambda c: np.where(
-            of_view(c, places_of(c.question).rights) | (c.W == 0), STEPS["S"](c), x
+            fields.of_view(c, places_of(c.question).rights) | (c.W == 0), STEPS["S"](c), x
         )
     said.wrong.insert(0, text)
 
@@ -220,8 +209,8 @@ def _forms(x: _Read, passed: bool) -> Iterator[Form]:
             yield text, "statistics-misplaced", partial(_moved, other[0], name)
     yield from _with_more(x, mass)
     basis = {name: (of / x.noise)[x.known] for name, of in _parts(x).items()}
-    for factors in sums_of(basis, x.total[x.known] / x.noise, MOST):
-        text = f"rows are divided by exp({sum_in_words(factors)})"
+    for factors in fields.sums_of(basis, x.total[x.known] / x.noise, MOST):
+        text = f"rows are divided by exp({fields.sum_in_words(factors)})"
         yield text, "denominator", partial(_sum_of, factors)
 
 
@@ -247,8 +236,8 @@ def _of_sink(x: _Read) -> Iterator[Form]:
     size = np.where(known, x.noise * np.exp(x.total) / np.where(known, more, 1.0) + 1e-9, 1.0)
     parts = _parts(x)
     basis = {name: (parts[name] / size)[known] for name in ("row_max", SINK, MORE, "")}
-    for factors in sums_of(basis, (held / size)[known], MOST) if known.any() else ():
-        text = f"the row sums have exp({sum_in_words(factors)}), in place of exp(sink)"
+    for factors in fields.sums_of(basis, (held / size)[known], MOST) if known.any() else ():
+        text = f"the row sums have exp({fields.sum_in_words(factors)}), in place of exp(sink)"
         yield text, "sinks-misplaced", partial(_with_sink, partial(_sum_of, factors))
     told = np.where(known & (size < TELLING), held, np.nan)
     if (other := fields.map_of(x.places.question, [(x.sinks, ...)], told, size)) is not None:
@@ -364,4 +353,4 @@ def say_values(said: Said) -> None:
     taken = np.clip(np.rint(np.nanmedian(found, axis=1)).astype(int), 0, q.num_heads_kv - 1)
     other = not np.array_equal(taken, np.arange(q.num_heads_q) // q.group)
     if other and np.nanmax(np.abs(found - taken[:, None])) < 0.1:
-        said.say_term(of_other_heads("v", taken))
+        said.say_term(fields.of_other_heads("v", taken))

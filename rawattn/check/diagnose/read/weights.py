@@ -18,7 +18,7 @@ from rawattn.check.diagnose.read import fields
 from rawattn.check.diagnose.read.fields import Field, Term, adding, context_of, term_of
 from rawattn.check.diagnose.read.probe import Weights
 from rawattn.check.diagnose.read.said import COARSE, Said, of_lists, say_moves, say_rows
-from rawattn.check.diagnose.read.sums import say_passed, say_sums, say_values
+from rawattn.check.diagnose.read.sums import say_sums, say_values
 
 BACKWARD_ONLY = "mask-missing-in-backward"
 TAILS = ("j - seqlen_k // ", "i - seqlen_q // ")  # places behind the last whole tile
@@ -49,14 +49,13 @@ def said_of(read: Weights, second: Callable[[], Weights], support: Support | Non
         said.wrong.append(f"rows are NaN: {', '.join(dead)}")
     alive = read.alive & read.telling
     due = read.seen & places.rights & alive[..., None]
-    if read.passed and (moved := _map_of_lse(read)) is not None:
+    if moved := _map_of_lse(read) if read.passed else None:
         said.right += ["scores and softmax_scale", "who sees whom"]
         said.say(f"lse is that of other rows: {moved[0].words}", "statistics-misplaced")
         said.steps["bP"] = partial(_with_lse, *moved)
-        said.support = replace(said.support, seen=places.rights)
-        return said
-    _say_scores(said, Field(read.logs - read.right.S, due, True, read.noise), second)
-    if "stale-tile" in said.names:
+    else:
+        _say_scores(said, Field(read.logs - read.right.S, due, True, read.noise), second)
+    if moved or "stale-tile" in said.names:
         said.support = replace(said.support, seen=places.rights)
         return said
     here = _pairs(said, read)
@@ -65,7 +64,7 @@ def said_of(read: Weights, second: Callable[[], Weights], support: Support | Non
     if said.support.named or not said.unread:
         _say_support(said, alive)
     if not said.unread:
-        say_passed(said) if read.passed else say_sums(said, second)
+        say_sums(said, second)
     if said.unread or not said.support.named or "neighbour-leak" in said.names:
         say_rows(said)
     say_values(said)
@@ -127,9 +126,8 @@ def _say_scores(said: Said, x: Field, second: Callable[[], Weights]) -> None:
 def _say_parts(said: Said, second: Callable[[], Weights]) -> bool:
     """Whether the weights of a tile, or of lanes, are times one number in every row."""
     for words, of in PARTS.items():
-        if (one := _by_parts(said.weights, *of)) is None:
-            continue
-        if (other := _by_parts(second(), *of)) is None:
+        one = _by_parts(said.weights, *of)
+        if one is None or (other := _by_parts(second(), *of)) is None:
             continue
         text = f"weights are times one number for each row and {words}"
         (found, basis), (again, others) = one, other
@@ -247,10 +245,8 @@ def _counted(read: Weights, second: Callable[[], Weights]) -> Term | None:
 
 def _repeated(read: Weights, second: Callable[[], Weights]) -> tuple[Rule | None, Array]:
     """The rule of keys that count more than once, and how often some do."""
-    found, known, values = _times(read)
-    often = values[values > 1]
-    there = [(x.places, *_times(x)[:2]) for x in (second(),)] if len(often) else []
-    return repeated((read.places, found, known), *there) if there else None, often
+    here, often = _times(read)
+    return repeated(here, _times(second())[0]) if len(often) else None, often
 
 
 def repeated(*read: tuple[Places, Array, Array]) -> Rule | None:
@@ -260,9 +256,9 @@ def repeated(*read: tuple[Places, Array, Array]) -> Rule | None:
     return next(rules_of(*by_head), None)
 
 
-def _times(read: Weights) -> tuple[Array, Array, Array]:
-    """How often each key counts (num_heads_q, total_q, total_k), by lse or, without one, against
-    those of its row that count least; where that is known; the numbers, if whole and not all 1."""
+def _times(read: Weights) -> tuple[tuple[Places, Array, Array], Array]:
+    """How often each key counts, as ``repeated`` takes it, by lse or, without one, against those of
+    its row that count least; the numbers above 1, if all are whole."""
     common, logs = read.seen & read.places.rights, read.logs - read.right.S
     lowest = np.where(common, logs, np.inf).min(axis=-1, keepdims=True)
     least = lowest if read.lse is None else -read.lse[..., None]
@@ -273,7 +269,7 @@ def _times(read: Weights) -> tuple[Array, Array, Array]:
     values = np.unique(np.round(found[known]))
     exact = np.abs(found - np.round(found))[known] < 8 * read.noise * np.maximum(found[known], 1)
     whole = exact.size and exact.all() and 1 < values[-1] <= MOST
-    return found, known, values if whole else values[:0]
+    return (read.places, found, known), values[values > 1] if whole else values[:0]
 
 
 def class_of(support: Support, alive: Array, *, backward: bool) -> str:
