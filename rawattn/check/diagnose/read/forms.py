@@ -59,7 +59,9 @@ class Part:
         self.slopes = slopes = copy(read.slopes[name])
         self.seen = self.places.rights if said is None else said.support.at(self.places)
         self.said, self.name = said, name
-        slopes.slope, self.P = (self.of(x) for x in (lambda c: c.slope + 0 * c.S, lambda c: c.P))
+        if said is not None and (said.listed is not None or "cap" in said.steps):
+            slopes.slope = self.of(lambda c: c.slope + 0 * c.S)
+        self.P = self.of(lambda c: c.P)
         Z = slopes.slope * (slopes.dP - slopes.D)
         self.there = (self.P > 1e-4) & (np.abs(Z) > CLEAR * (np.sqrt(np.mean(Z**2)) or 1.0))
         self.f = np.where(self.there, slopes.dS / np.where(self.there, self.P * Z, 1.0), 1.0)
