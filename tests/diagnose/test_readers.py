@@ -8,6 +8,7 @@ import pytest
 
 from rawattn.check.diagnose.catalogue import maps, partial_sums
 from rawattn.check.diagnose.engine.attention import Bug, solve
+from rawattn.check.diagnose.inferred.row_numbers import carried
 from tests.diagnose.problems import packed
 
 
@@ -33,6 +34,15 @@ def test_maps_take_what_numpy_would() -> None:
         for words, right in wanted.items():
             moved = found[words].moved(maps.geometry(question, name), array)
             assert np.array_equal(moved, right), words
+
+
+def test_sums_are_carried_over_the_inner_loops() -> None:
+    question = packed((50, 41), np.float64, dim=32, moved=True)
+    x = np.random.default_rng(5).standard_normal((4, 91))
+    assert np.allclose(carried(question, "bm|h", 16, x), x.cumsum(axis=0))
+    of_tiles = carried(question, "bh|m", 16, x)
+    assert np.allclose(of_tiles[:, 32:48], x[:, 32:48] + x[:, 16:32] + x[:, :16])
+    assert np.allclose(carried(question, "hm|b", 64, x)[:, 50:], x[:, 50:] + x[:, :41])
 
 
 RESCALED = partial(partial_sums.rescaled, wrong=(), way=partial_sums.WAYS["rescaled twice"])
