@@ -110,25 +110,21 @@ PARTS: tuple[tuple[str, str, Part], ...] = (
 )
 # how often a tile of a loop counts, by its place from one end, and from the other
 Factor = Callable[[Context, np.ndarray, np.ndarray], Floats | np.ndarray]
+# gradients that are sums over tiles, and the operands that no other terms of theirs have
+GRADIENTS = {"dQ": "dY", "dK": "dY", "dV": "P", "gQ": "tdY dY", "gK": "tdY dY", "gV": "tP"}
 # results that a step gives, by the first of which what is wrong is known
-RESULTS = {"e": {"tlse", "ddlse"}, "tO": {"tout", "ddout"}, "dQ": {"dq"}, "dK": {"dk"}}
-RESULTS |= {"dV": {"dv"}, "gQ": {"gq"}, "gK": {"gk"}, "gV": {"gv"}}
+RESULTS = {"e": {"tlse", "ddlse"}, "tO": {"tout", "ddout"}, **{x: {x.lower()} for x in GRADIENTS}}
 # terms in words, and by steps the operands of no other term; of tO P is that of P tV, tP P o E
 SUMS: dict[str, dict[str, tuple[str, ...]]] = {
     "P o E of {t}lse": {"e": ("E",)},
     "(P o E) v of {t}out": {"tO": ("tP",)},
     "P {t}v of {t}out": {"tO": ("P",)},
     "P o E, (P o E) v and P {t}v": {"e": ("E",), "tO": ("tP", "P")},
-    "dq": {"dQ": ("dY",)},
-    "dk": {"dK": ("dY",)},
-    "dv": {"dV": ("P",)},
-    "dk and dv": {"dK": ("dY",), "dV": ("P",)},
     "dS' k of gq": {"gQ": ("tdY",)},
-    "gq": {"gQ": ("tdY", "dY")},
-    "gk": {"gK": ("tdY", "dY")},
-    "gv": {"gV": ("tP",)},
-    "gk and gv": {"gK": ("tdY", "dY"), "gV": ("tP",)},
 }
+for some in ("dQ", "dK", "dV", "dK dV", "gQ", "gK", "gV", "gK gV"):
+    of = {x: tuple(GRADIENTS[x].split()) for x in some.split()}
+    SUMS[" and ".join(some.lower().split())] = of
 OPERANDS = {step: {x for one in SUMS.values() for x in one.get(step, ())} for step in RESULTS}
 OF_QUERIES = ("dK", "dV", "gK", "gV")  # sums over these
 OVER, LACKS, TWICE, SCALE = "tile-overwrites", "tile-skipped", "tile-counted-twice", "output-scale"
