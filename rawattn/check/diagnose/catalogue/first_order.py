@@ -151,16 +151,12 @@ def _of_scores(question: Question) -> Iterator[Bug]:
     sizes = {x.shape[2] // deep * deep for x in (question.q, question.v) for deep in (16, 32, 64)}
     for columns, (words, some) in product({width, *sizes} - {0}, products.items()):
         reads = [one.split() for one in some.split(", ")]
-        cut = {x: partial(_columns, x, columns) for _, *operands in reads for x in operands}
+        cut = {x: lambda c, x=x, n=columns: getattr(c, x)[..., :n] for _, *of in reads for x in of}
         steps = {step: with_values(step, **{x: cut[x] for x in of}) for step, *of in reads}
         stages = SECOND if "dd" in words else FIRST if "Q" in words else BACKWARD
         yield Bug("head-dim-tail", f"{words} of the first {columns}", stages, steps=steps)
     for columns in sizes - {0}:
         yield Bug("head-dim-tail", f"{columns} stored", FIRST, store=partial(_first, columns))
-
-
-def _columns(operand: str, count: int, c: Context) -> Floats:
-    return np.asarray(getattr(c, operand)[..., :count])
 
 
 def _scaled(c: Context, x: float, everywhere: bool = True) -> Floats:

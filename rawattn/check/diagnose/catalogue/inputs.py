@@ -8,15 +8,14 @@ import numpy as np
 
 from rawattn.check.diagnose.catalogue import maps
 from rawattn.check.diagnose.catalogue.maps import Geometry, Map, geometry
-from rawattn.check.diagnose.catalogue.second_order import of_one_pass, with_values
+from rawattn.check.diagnose.catalogue.second_order import multiple, of_one_pass, with_values
 from rawattn.check.diagnose.engine.attention import TILES, Bug, Same, Store, deltas, solve
 from rawattn.check.diagnose.engine.question import BY_ROW, STAGES, Question
 from rawattn.check.diagnose.engine.steps import STEPS, Context, Floats, Step
 
-OPERANDS = {  # the names of contexts for those of arrays
-    **{"q": "Q", "k": "K", "v": "V", "dout": "dO", "out": "O"},
-    **{"lse": "L", "dlse": "dL", "delta": "other_D", "tq": "tQ", "tk": "tK", "tv": "tV"},
-}
+# the names of contexts for those of arrays
+OPERANDS = dict(q="Q", k="K", v="V", dout="dO", out="O", lse="L", dlse="dL", delta="other_D")
+OPERANDS |= dict(tq="tQ", tk="tK", tv="tV")
 Way = Callable[[Map, Geometry, Floats, float], Floats]
 ARRAYS = {operand: name for name, operand in OPERANDS.items()}
 OF_KEYS = ("k", "v", "tk", "tv")
@@ -181,10 +180,6 @@ def _read(question: Question, stage: str, wrong: Names, right: Names, b: int) ->
             yield Bug(kind, text, (stage,), steps=steps, alike=alike)
 
 
-def _times(name: str, scaled: bool, c: Context) -> Floats:
-    return np.asarray(getattr(c, name) * (c.s if scaled else 1))
-
-
 def _operands(question: Question, stage: str, wrong: Names, right: Names, b: int) -> Bugs:
     """One product that takes an operand by a map, or another one."""
     beyond = stage in ("second", "jvp")
@@ -212,12 +207,12 @@ def _operands(question: Question, stage: str, wrong: Names, right: Names, b: int
         for operand, other in (pair for some in alike for pair in itertools.permutations(some, 2)):
             if operand in operands:
                 own, of = word(operand, stage), word(other, stage)
-                ways = {f"{of} for {own} in {product}": {operand: partial(_times, other, False)}}
+                ways = {f"{of} for {own} in {product}": {operand: multiple(other, 1.0)}}
                 if own == "P":  # from a buffer of scaled ones
-                    ways[f"s {of} for P in {product}"] = {operand: partial(_times, other, True)}
+                    scaled = lambda c, x=other: c.s * getattr(c, x)  # noqa: E731
+                    ways[f"s {of} for P in {product}"] = {operand: scaled}
                 if other in operands and operand < other:
-                    both = ((operand, other), (other, operand))
-                    values = {x: partial(_times, y, False) for x, y in both}
+                    values = {operand: multiple(other, 1.0), other: multiple(operand, 1.0)}
                     ways[f"{own} and {of} in {product}, exchanged"] = values
                 for text, values in ways.items():
                     steps = {step: with_values(step, **values)}

@@ -151,12 +151,10 @@ ORIGINS: dict[str, Origin] = {  # rows where they are taken to begin
     "its offset and a row": lambda g: g.offsets[:-1] + 1,
     "b times the longest length": lambda g: g.b * np.diff(g.offsets).max(),
 }
-OF_TILES: dict[str, Callable[[int, Geometry], Ints]] = {  # the same, of tiles
-    "its offset rounded down to a multiple of {}": lambda t, g: g.offsets[:-1] // t * t,
-    "its offset rounded up to a multiple of {}": lambda t, g: -(-g.offsets[:-1] // t) * t,
-    "its offset and {0} b, rounded down to a multiple of {0}": lambda t, g: (
-        (g.offsets[:-1] // t + g.b) * t
-    ),
+OF_TILES: dict[str, Callable[[int, Ints, Ints], Ints]] = {  # the same, of tiles and offsets
+    "its offset rounded down to a multiple of {}": lambda t, first, b: first // t * t,
+    "its offset rounded up to a multiple of {}": lambda t, first, b: -(-first // t) * t,
+    "its offset and {0} b, rounded down to a multiple of {0}": lambda t, x, b: (x // t + b) * t,
 }
 HEADS: dict[str, Callable[[Ints, int, int], Ints]] = {  # head h of so many, a group of so many
     "the next head": lambda h, count, group: (h + 1) % count,
@@ -205,7 +203,7 @@ def sequences(question: Question, clamped: bool = False) -> Iterator[Map]:
     of = ORIGINS | {f"the offset of {x}": lambda g, o=o: g.offsets[o(g)] for x, o in OTHERS.items()}
     sizes = TILES if not question.sparse else (*TILES, question.block_size)
     for (words, of_tile), t in itertools.product(OF_TILES.items(), sizes):
-        of[words.format(t)] = partial(of_tile, t)
+        of[words.format(t)] = lambda g, of=of_tile, t=t: of(t, g.offsets[:-1], g.b)
     sides = [geometry(question, name) for name in "qk"] if question.batch > 1 else []
     for words, origin in of.items():
         if any((origin(g) != g.offsets[:-1]).any() for g in sides):

@@ -130,16 +130,17 @@ def _power(x: float) -> Way:
     return lambda f, r: (f**x, 1.0)
 
 
+def _led(x: Floats, first: float = 1.0) -> Floats:
+    return np.asarray(np.insert(x, 0, first, axis=0))
+
+
 WAYS: dict[str, Way] = {  # f: factors; r: row sums
     "not rescaled": _power(0),
     "rescaled after the new tile is added": lambda f, r: (f, f),
     "of weights beside the maximum before the tile": lambda f, r: (f, 1 / f),
     "rescaled twice": _power(2),
     "by the inverse factor": _power(-1),
-    "by the factor of the step before, 0 at first": lambda f, r: (
-        np.concatenate([np.ones_like(f[:1]), np.zeros_like(f[1:2]), f[1:-1]]),
-        1.0,
-    ),
+    "by the factor of the step before, 0 at first": lambda f, r: (_led(_led(f[1:], 0.0))[:-1], 1.0),
     "by exp2 of natural units": _power(LN_2),
     "by exp of units of base 2": _power(1 / LN_2),
     "of the last tile alone": lambda f, r: (0.0, 1.0),
@@ -148,14 +149,8 @@ WAYS: dict[str, Way] = {  # f: factors; r: row sums
         1 / np.append(np.where(f[1:] > 0, f[1:], 1.0), np.ones_like(f[:1]), axis=0),
     ),
     "divided by the row sum at every tile": lambda f, r: (f / r, 1 / r),
-    "divided at every tile, and not times the row sum before": lambda f, r: (
-        f / np.append(np.ones_like(r[:1]), r[:-1], axis=0),
-        1.0,
-    ),
-    "rescaled after the new tile is added, the first by 0": lambda f, r: (
-        f,
-        np.append(0 * f[:1], f[1:], axis=0),
-    ),
+    "divided at every tile, and not times the row sum before": lambda f, r: (f / _led(r[:-1]), 1.0),
+    "rescaled after the new tile is added, the first by 0": lambda f, r: (f, _led(f[1:], 0.0)),
     "not rescaled at the last tile": lambda f, r: (np.r_[f[:-1], np.ones_like(f[:1])], 1.0),
 }
 for least, (units, of) in product(np.arange(1, 17) / 2, {"": 1.0, " in base 2": LN_2}.items()):
@@ -193,7 +188,7 @@ def totals(parts: Parts, way: Way, kept: str = RUNNING) -> dict[str, Floats]:
     that is ``kept``, of MAXIMA."""
     there = ~np.isneginf(parts.tops)  # tiles that nobody sees are not visited
     maxima = MAXIMA[kept](parts.tops)
-    before = np.concatenate([np.full_like(maxima[:1], -np.inf), maxima[:-1]])
+    before = _led(maxima[:-1], -np.inf)
     running = np.maximum(before, parts.tops)
     share = _exp(parts.tops - _finite(running))  # of sums against the maximum of their own part
     factors = np.where(np.isneginf(before), 1.0, np.exp(before - _finite(running)))

@@ -15,10 +15,9 @@ from rawattn.check.diagnose.engine.question import Question
 from rawattn.check.diagnose.engine.steps import STEPS, Context, Floats, Step, changed, row_max, sunk
 
 SECOND, JVP = ("second",), ("jvp",)
-SITES = {  # where something is read, and the step that reads it; W reads ddout
-    **{"e": "e", "E": "tY", "gated E": "E", "gated dS'": "tdY", "ddout": "tO", "W": "w"},
-    **{"D": "D", "dout ddv^T": "tdP", "dS'": "tdS", "gq": "gQ", "gk": "gK", "gv": "gV"},
-}
+# where something is read, and the step that reads it; W reads ddout
+SITES = {"e": "e", "E": "tY", "gated E": "E", "gated dS'": "tdY", "ddout": "tO", "W": "w", "D": "D"}
+SITES |= {"dout ddv^T": "tdP", "dS'": "tdS", "gq": "gQ", "gk": "gK", "gv": "gV"}
 DIRECTIONS = {  # of an input: its name in a context, and the sites that read it
     "q": ("tQ", ("E", "gk")),
     "k": ("tK", ("E", "gq")),
@@ -158,7 +157,8 @@ def terms(question: Question, stage: str) -> Iterator[Term]:
         yield Term("W", partial(_made, "w"), W, DROPPED, "W = 0")
         if question.softcap is not None:
             bend, name = "the bend, the second derivative of the softcap", "softcap-slope-omitted"
-            yield Term(bend, _with_bend, name, name, f"{bend}, is 0")
+            bent = lambda by: {"tdY": with_values("tdY", cap=lambda c: (*c.cap[:2], by * c.cap[2]))}  # noqa: E731
+            yield Term(bend, bent, name, name, f"{bend}, is 0")
     of_lse = "ddlse" if second else "tlse"
     yield Term(of_lse, partial(_made, "tL"), "tangent-lse-missing", sign, f"{of_lse} = 0")
 
@@ -190,10 +190,6 @@ def _read(sites: Sequence[str], names: Sequence[str], factor: float) -> dict[str
 
 def _centred(sites: Sequence[str], factor: float) -> dict[str, Step]:
     return at(sites, tP=lambda c: c.P * (c.E - factor * c.e[..., None]))
-
-
-def _with_bend(factor: float) -> dict[str, Step]:
-    return {"tdY": with_values("tdY", cap=lambda c: (*c.cap[:2], factor * c.cap[2]))}
 
 
 def of_one_pass(bug: Bug, first: bool = False) -> Bug:

@@ -95,10 +95,8 @@ READS = {  # steps, each with an operand, that take the rows of one buffer; of d
     "gq": "gQ tK; tY tK, gQ tK; gQ K",
     "second": "tY tQ, gK tQ; tY tQ; gK tQ; gK Q; gV dO; tdP dO; tdS w; tdS D; bP L",
 }
-PRODUCTS = inputs.PRODUCTS | {
-    "bP": ("exp(S - lse)", ("L",), {"dq", "dk", "dv"}),
-    "dS": ("dP - D", ("D",), {"dq", "dk"}),
-}
+PRODUCTS = inputs.PRODUCTS | {"bP": ("exp(S - lse)", ("L",), {"dq", "dk", "dv"})}
+PRODUCTS |= {"dS": ("dP - D", ("D",), {"dq", "dk"})}
 OF_PAIRS = ("Y", "dP", "bP", "dS", "tY", "tdP", "tdS")  # steps that give numbers of pairs
 # of queries (n, 1) and keys (1, m), by their places in a view, which pairs, for a size of tile
 Part = Callable[[np.ndarray, np.ndarray, int, int, int], np.ndarray]
@@ -112,32 +110,23 @@ PARTS: tuple[tuple[str, str, Part], ...] = (
 )
 # how often a tile of a loop counts, by its place from one end, and from the other
 Factor = Callable[[Context, np.ndarray, np.ndarray], Floats | np.ndarray]
-RESULTS = {  # that a step gives, by the first of which what is wrong is known
-    **{"e": {"tlse", "ddlse"}, "tO": {"tout", "ddout"}, "dQ": {"dq"}, "dK": {"dk"}, "dV": {"dv"}},
-    **{"gQ": {"gq"}, "gK": {"gk"}, "gV": {"gv"}},
-}
+# gradients that are sums over tiles, and the operands that no other terms of theirs have
+GRADIENTS = {"dQ": "dY", "dK": "dY", "dV": "P", "gQ": "tdY dY", "gK": "tdY dY", "gV": "tP"}
+# results that a step gives, by the first of which what is wrong is known
+RESULTS = {"e": {"tlse", "ddlse"}, "tO": {"tout", "ddout"}, **{x: {x.lower()} for x in GRADIENTS}}
 # terms in words, and by steps the operands of no other term; of tO P is that of P tV, tP P o E
 SUMS: dict[str, dict[str, tuple[str, ...]]] = {
-    "P o E of {e}": {"e": ("E",)},
-    "(P o E) v of {out}": {"tO": ("tP",)},
-    "P {t}v of {out}": {"tO": ("P",)},
+    "P o E of {t}lse": {"e": ("E",)},
+    "(P o E) v of {t}out": {"tO": ("tP",)},
+    "P {t}v of {t}out": {"tO": ("P",)},
     "P o E, (P o E) v and P {t}v": {"e": ("E",), "tO": ("tP", "P")},
-    "dq": {"dQ": ("dY",)},
-    "dk": {"dK": ("dY",)},
-    "dv": {"dV": ("P",)},
-    "dk and dv": {"dK": ("dY",), "dV": ("P",)},
     "dS' k of gq": {"gQ": ("tdY",)},
-    "gq": {"gQ": ("tdY", "dY")},
-    "gk": {"gK": ("tdY", "dY")},
-    "gv": {"gV": ("tP",)},
-    "gk and gv": {"gK": ("tdY", "dY"), "gV": ("tP",)},
 }
+for some in ("dQ", "dK", "dV", "dK dV", "gQ", "gK", "gV", "gK gV"):
+    of = {x: tuple(GRADIENTS[x].split()) for x in some.split()}
+    SUMS[" and ".join(some.lower().split())] = of
 OPERANDS = {step: {x for one in SUMS.values() for x in one.get(step, ())} for step in RESULTS}
 OF_QUERIES = ("dK", "dV", "gK", "gV")  # sums over these
-WORDS: dict[str, dict[str, str]] = {
-    "jvp": {"t": "t", "e": "tlse", "out": "tout"},
-    "second": {"t": "dd", "e": "ddlse", "out": "ddout"},
-}
 OVER, LACKS, TWICE, SCALE = "tile-overwrites", "tile-skipped", "tile-counted-twice", "output-scale"
 EVENTS: tuple[tuple[str, str, Factor], ...] = (
     (OVER, "the {} tile alone", lambda c, at, back: at == 0),
@@ -269,7 +258,7 @@ def sums(question: Question, stage: str, wrong: Collection[str]) -> Iterator[Bug
     for (said, terms), tile in product(found, (tile for tile in TILES[::-1] if tile < longest)):
         for name, words, weights in _weights(question, tile):
             steps = {x: partial(_summed, x, operands, weights) for x, operands in terms.items()}
-            text = f"{said.format(**WORDS.get(stage, {}))}: {words}, tile of {tile}"
+            text = f"{said.format(t='dd' if stage == 'second' else 't')}: {words}, tile of {tile}"
             yield Bug(name, text, (stage,), steps=steps)
 
 
@@ -293,18 +282,14 @@ def _summed(step: str, operands: Collection[str], weights: Weights, c: Context) 
 def _by_tile(of: Factor, last: bool, tile: int, other: int, c: Context, axis: int) -> Floats:
     """A factor (n, m) for every tile of keys of which ``other`` queries together see any, or, of 0
     queries, for every one; of axis 0 for tiles of queries that so many keys are seen by."""
-    seen = (c.W > 0).any(axis=0) | (not other)
-    seen = seen if axis == 1 else seen.T
+    seen = ((c.W > 0).any(axis=0) | (not other)).swapaxes(axis, 1)
     tiles, weight = np.arange(seen.shape[1]) // tile, np.zeros(seen.shape)
-    together = other or len(seen)
-    for start in range(0, len(seen), max(together, 1)):
-        here = slice(start, start + together)
-        there = np.unique(tiles[seen[here].any(axis=0)])
-        known = np.isin(tiles, there)
-        at = np.searchsorted(there, tiles[known])
-        ends = at, len(there) - 1 - at
-        weight[here, known] = of(c, *(ends[::-1] if last else ends))
-    return weight if axis == 1 else weight.T
+    for here in np.split(np.arange(len(seen)), range(other or ALL, len(seen), other or ALL)):
+        known = np.isin(tiles, tiles[seen[here].any(axis=0)])
+        at = np.unique(tiles[known], return_inverse=True)[1]
+        ends = at, at.max(initial=0) - at
+        weight[np.ix_(here, known)] = of(c, *(ends[::-1] if last else ends))
+    return weight.swapaxes(axis, 1)
 
 
 def _whole(tile: int, c: Context, axis: int) -> Floats:

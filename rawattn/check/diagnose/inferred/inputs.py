@@ -36,25 +36,15 @@ ROUNDED = 1e-12  # of them that may be rounding
 MOST, ALIKE = 6, 60  # merges that are planted, and of which the nearest of all rows are chosen
 SAME = 1e-9  # of squares: what leaves as much is alike
 FIELDS = {"out": "O", "lse": "L", "e": "tL", "tout": "tO"}  # of Results, by steps
-SUMS = {
-    "forward": (
-        *(("out",), ("row_sum",), ("out", "row_sum")),
-        *(("top",), ("row_sum", "top"), ("out", "row_sum", "top")),
-    ),
-    "jvp": (
-        *(("e",), ("tout", "ptv"), ("e", "tout", "ptv"), ("out",), ("row_sum",)),
-        *(("out", "tout", "ptv"), ("tout",), ("ptv",)),
-    ),
+SUMS = {  # that may be rescaled wrongly together
+    "forward": "out; row_sum; out row_sum; top; row_sum top; out row_sum top",
+    "jvp": "e; tout ptv; e tout ptv; out; row_sum; out tout ptv; tout; ptv",
 }
 MERGED: dict[str, Iterable[str]] = {"out": partial_sums.WEIGHTS, "lse": partial_sums.LSES}
 MERGED |= {"e": partial_sums.WEIGHTS, "tout": partial_sums.TOUTS}
 SAID = {"out": "weights", "e": "weights of tlse"}
-WORDS = {
-    "top": "row_max",
-    "e": "the sum of P o E",
-    "tout": "the sum of (P o E) V",
-    "ptv": "the sum of P tV",
-}
+WORDS = {"top": "row_max", "e": "the sum of P o E", "ptv": "the sum of P tV"}
+WORDS |= {"tout": "the sum of (P o E) V"}
 Units = np.ndarray  # (count, size): of each the rows, -1 for none
 
 
@@ -271,9 +261,8 @@ def of_parts(sample: Sample) -> list[Bug]:
         found = {of: x[..., 0] if names[of] in BY_ROW else x for of, x in found.items()}
         right = {of: getattr(c, FIELDS[of]) for of in names}
         off = (np.isfinite(x) & ~np.isclose(x, right[of], 1e-3, 1e-4) for of, x in found.items())
-        if not any(x.any() for x in off):  # NaN alone: no numbers tell a sum
-            return []
-        return [*_rescaled(stage, c, found, right), *_merges(sample, c, found, right)]
+        if any(x.any() for x in off):  # else NaN alone: no numbers tell a sum
+            return [*_rescaled(stage, c, found, right), *_merges(sample, c, found, right)]
     return []
 
 
@@ -287,7 +276,8 @@ def _rescaled(stage: str, c: Context, found: Answers, right: Answers) -> Iterato
         every = [(x, way, RUNNING) for x, way in partial_sums.ways(c.question).items()]
         every += [(x, partial_sums.RIGHTLY, x) for x in partial_sums.MAXIMA]
         ways = ((*by, partial_sums.totals(parts, *by[1:])) for by in every)
-        for (words, way, kept, others), moved in product(ways, SUMS[stage]):
+        for (words, way, kept, others), some in product(ways, SUMS[stage].split("; ")):
+            moved = some.split()
             if (kept == RUNNING) == ("top" in moved):
                 continue
             wrong_ones = sums | {name: others[name] for name in moved}

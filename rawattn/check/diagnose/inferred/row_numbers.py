@@ -46,7 +46,6 @@ QUANTITIES: dict[str, Step] = {  # (heads, n) of a context that a number may hol
 ALL = [*QUANTITIES]
 HELD = {"second": ALL, "backward": ALL[2:-4], "jvp": [ALL[1], *ALL[5:]], "forward": ALL[5:-4]}
 OF = {"W": "second-w-omitted", "D": "delta-of-another-out", "e": "tangent-e-omitted"}
-
 Found = dict[str, Floats]
 UNCLEARED = "accumulator-not-reset"
 LOOPS = {"b": "sequence", "g": "group of heads", "h": "head", "m": "tile of {} queries"}
@@ -114,9 +113,6 @@ class Rows(NamedTuple):
         less = self.of(own) if own else 0.0
         return by.moved(maps.geometry(self.question, "lse"), self.of(name) + less) - less
 
-    def carried(self, name: str, loops: str, tile: int) -> Floats:
-        return carried(self.question, loops, tile, self.of(name))
-
 
 class Number(NamedTuple):
     """One of each row, which is ``right`` of QUANTITIES; adding: with so much more in it."""
@@ -126,44 +122,34 @@ class Number(NamedTuple):
     adding: Callable[[Step], Mapping[str, Step]]
 
 
-def _e_of(sites: str, more: Step) -> dict[str, Step]:
-    return at(sites.split(", "), tP=lambda c: c.P * (c.E - (c.e + more(c))[..., None]))
+def _more_of(step: str, text: str, right: str) -> Number:
+    return Number(text, right, lambda more: {step: lambda c: STEPS[step](c) + more(c)})
 
 
-def _more_of(step: str, more: Step) -> dict[str, Step]:
-    return {step: lambda c: STEPS[step](c) + more(c)}
+def _e_in(sites: str, text: str) -> Number:
+    tP: Callable[[Step], Step] = lambda more: lambda c: c.P * (c.E - (c.e + more(c))[..., None])  # noqa: E731
+    return Number(text, "e", lambda more: at(sites.split(", "), tP=tP(more)))
 
 
-def _often(more: Step) -> dict[str, Step]:
-    """P, which is in the product with the direction of v alone."""
-    return {"tO": with_values("tO", P=lambda c: c.P * (1 + more(c)[..., None]))}
+def _often(step: str, x: str, words: str) -> Number:
+    """By an operand of one term; P is in the product with the direction of v alone."""
+    by: Callable[[Step], Step] = lambda more: lambda c: getattr(c, x) * (1 + more(c)[..., None])  # noqa: E731
+    return Number(f"how often {words}", "", lambda more: {step: with_values(step, **{x: by(more)})})
 
 
-def _times(step: str, more: Step) -> dict[str, Step]:
-    return {step: lambda c: STEPS[step](c) * (1 + more(c)[..., None])}
-
-
-DELTA = Number("D", "D", partial(_more_of, "D"))
+DELTA, E = _more_of("D", "D", "D"), _more_of("e", "e", "e")
 NUMBERS = {
-    "forward": (
-        Number("how often out is there", "", partial(_times, "O")),
-        Number("lse", "lse", partial(_more_of, "L")),
-    ),
-    "backward": (DELTA, Number("how often dq is there", "", partial(_times, "dQ"))),
+    "forward": (_often("O", "P", "out is there"), _more_of("L", "lse", "lse")),
+    "backward": (DELTA, _often("dQ", "dY", "dq is there")),
     "second": (
-        Number("e", "e", partial(_more_of, "e")),
-        Number("e of the second pass", "e", partial(_e_of, "dS', gv")),
-        *(Number(f"e in {x}", "e", partial(_e_of, x)) for x in ("dS'", "ddout, W", "ddout")),
-        Number("ddlse", "e", partial(_more_of, "tL")),
-        Number("W", "W", partial(_more_of, "w")),
-        DELTA,
-        Number("how often P ddv is in ddout", "", _often),
+        *(E, _e_in("dS', gv", "e of the second pass")),
+        *(_e_in(x, f"e in {x}") for x in ("dS'", "ddout, W", "ddout")),
+        *(_more_of("tL", "ddlse", "e"), _more_of("w", "W", "W"), DELTA),
+        _often("tO", "P", "P ddv is in ddout"),
     ),
     "jvp": (
-        Number("e", "e", partial(_more_of, "e")),
-        Number("e in tout", "e", partial(_e_of, "ddout")),
-        Number("tlse", "e", partial(_more_of, "tL")),
-        Number("how often P tv is in tout", "", _often),
+        *(E, _e_in("ddout", "e in tout"), _more_of("tL", "tlse", "e")),
+        _often("tO", "P", "P tv is in tout"),
     ),
 }
 
@@ -177,8 +163,7 @@ def bugs(sample: Sample) -> Iterator[Bug]:
 
 
 def _kept(of: str, unit: str, loops: str, tile: int, q: Question, right: Found) -> Found:
-    """A forward pass in which sums are not cleared, beside maxima that are or, without a ``unit``,
-    are not."""
+    """A forward pass whose sums are not cleared, and without a ``unit`` its maxima neither."""
     lse, out = right["lse"][..., None], right["out"].swapaxes(0, 1)
     top = Rows(q, None, "forward").of(unit)[..., None]
     with np.errstate(all="ignore"):
@@ -192,11 +177,10 @@ def _kept(of: str, unit: str, loops: str, tile: int, q: Question, right: Found) 
 def of_loops(sample: Sample) -> list[Bug]:
     """A forward pass whose sums are not cleared for every row."""
     asked = loops_of(sample.question, 3) if sample.stage == "forward" else ()
-    stores = (
-        (f"{of}{UNITS[unit]} are {text}", partial(_kept, of, unit, loops, tile))
-        for unit, of, (text, loops, tile) in product(UNITS, KEPT, asked)
-    )
-    bugs = (Bug(UNCLEARED, text, FORWARD, store=store) for text, store in stores)
+    bugs = list[Bug]()
+    for unit, of, (text, loops, tile) in product(UNITS, KEPT, asked):
+        store = partial(_kept, of, unit, loops, tile)
+        bugs.append(Bug(UNCLEARED, f"{of}{UNITS[unit]} are {text}", FORWARD, store=store))
     return sample.near([bugs], MANY, EFFORT)
 
 
@@ -275,7 +259,7 @@ def _forms(
         if right:
             yield "statistics-misplaced", text, partial(Rows.moved, name=right, by=by_map, own=own)
     for text, loops, tile in loops_of(rows.question, 1) if right else ():
-        of = partial(Rows.carried, name=right, loops=loops, tile=tile)
+        of = lambda x, y=loops, z=tile: carried(x.question, y, z, x.of(right))  # noqa: E731
         yield UNCLEARED, f"sums {text}", of
 
 

@@ -97,8 +97,7 @@ def _listed(question: Question) -> Iterator[Bug]:
         yield Bug("wrong-keys", text, see=each(_whole_tiles, tile, other))
     listed = selection.bugs(question) if question.sparse else first_order.bugs(question)
     of_lists = walks.cut(question, "dk dv") if question.sparse else ()
-    every = chain(listed, of_lists)
-    yield from (b for b in every if b.see is not None and b.stages != FORWARD)
+    yield from (b for b in chain(listed, of_lists) if b.see is not None and b.stages != FORWARD)
 
 
 def _whole_tiles(tile: int, other: int, _: Question, view: View) -> View:

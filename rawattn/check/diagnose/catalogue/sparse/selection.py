@@ -170,9 +170,8 @@ S, DY, E, TDY = ({name: with_values(name, G=lambda c: 1.0)} for name in GATED)
 STILL_E, STILL_TDY = ({name: with_values(name, tG=lambda c: 0.0)} for name in MOVED)
 AS_IF_1 = S | DY | {x: with_values(x, G=lambda c: 1.0, tG=lambda c: 0.0) for x in MOVED}
 ON_OUT: dict[str, Step] = S | {
-    "O": lambda c: c.r(times(c.o(c.G * c.P), c.V)),
+    **{step: with_values(step, P=lambda c: c.G * c.P) for step in ("O", "dV")},
     "dP": lambda c: c.r(c.G * c.r(times(c.dO, c.V.T))),
-    "dV": lambda c: c.r(c.o(c.G * c.P).swapaxes(1, 2) @ c.dO),
     "dY": lambda c: c.dS,
     "dG": lambda c: c.P * times(c.dO, c.V.T),
 }

@@ -185,8 +185,7 @@ def stale(question: Question) -> Iterator[Bug]:
 
 
 def _stale_out(order: Order, which: stages.Which, step: str, c: Context) -> Floats:
-    """A product with P where the other's rows, at the same places, are those of another block of
-    the walk."""
+    """A product with P where the other's rows, in place, are those of another block of the walk."""
     keys, size = c.W.shape[2], c.question.block_size
     place, count = in_walk(order, c.question, c.view)
     blocks = np.full((*place.shape[:2], int(count.max(initial=0)) + 1), -1)
