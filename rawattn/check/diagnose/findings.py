@@ -107,9 +107,7 @@ class Diagnosis:
 
 
 def of_sides(title: str, sides: Mapping[str, Diagnosis]) -> Diagnosis:
-    return Diagnosis(
-        title,
-        findings=tuple(finding for one in sides.values() for finding in one.findings),
-        judged=tuple(side for one in sides.values() for side in one.judged),
-        facts=tuple(dict.fromkeys(fact for one in sides.values() for fact in one.facts)),
-    )
+    findings = tuple(finding for one in sides.values() for finding in one.findings)
+    judged = tuple(side for one in sides.values() for side in one.judged)
+    facts = dict.fromkeys(fact for one in sides.values() for fact in one.facts)
+    return Diagnosis(title, findings, judged, tuple(facts))

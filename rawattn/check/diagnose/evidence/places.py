@@ -169,11 +169,10 @@ class Places:
             ("i", {"j": 0 * shift, f"j - {own} + i": -shift}, self.i, self.j, self.m, -1),
         ):
             for u, t in product((2, 4, *LOOPS), (4, *LOOPS)):
-                forms = product(EDGES, of.items(), sides.items())
-                for edge, (words, start), (side, width) in forms:
-                    more = f" {'+' if by * width > 0 else '-'} {side}" if side else ""
+                for edge, (words, start), (side, wide) in product(EDGES, of.items(), sides.items()):
+                    more = f" {'+' if by * wide > 0 else '-'} {side}" if side else ""
                     name = f"{at} // {t} - ({words} of the {edge} row of its tile of {u}{more})"
-                    row, moved = partial(EDGES[edge], y, u, count), start + by * width
+                    row, moved = partial(EDGES[edge], y, u, count), start + by * wide
                     found[f"{name} // {t}"] = partial(behind, x, row, moved, t)
         q = self.question
         both = ("j - seqlen_k", self.j, q.lengths_k), ("i - seqlen_q", self.i, q.lengths_q)

@@ -203,12 +203,12 @@ def _found(
         doubts.append(not any(x.any() for x in off))  # it is which NaN of them came through
     clear = not any(doubts) and not best[0].inexact
     where = f"{where}: {', '.join(wrong or works)}"
-    words = side, name, where, "high" if clear else "medium", evidence, tuple(others)
+    sure, title = "high" if clear else "medium", _title(name, form, must)
     forms = [(part.verdict.work.stage, part.verdict.forms(name, part.tensors)) for part in parts]
     every = (x for x in forms[0][1] if all(x in others for _, others in forms))
     alike = {x: {stage: of[x] for stage, of in forms} for x in every}
     planted = {part.verdict.work.stage: bug for part, bug in zip(parts, bugs, strict=True)}
-    one = proofs.finding(*words, title=_title(name, form, must))
+    one = proofs.finding(side, name, where, sure, evidence, *others, title=title)
     return replace(one, form=form, forms=alike, planted=planted, sight=sight_of(question, bugs[0]))
 
 

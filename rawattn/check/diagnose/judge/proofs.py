@@ -52,21 +52,14 @@ NANS = (
 
 
 def finding(
-    side: str,
-    bug: str,
-    where: str,
-    confidence: str,
-    evidence: Sequence[str],
-    alternatives: tuple[str, ...] = (),
-    *,
-    title: str = "",
-    form: str = "",
-    look_at: str = "",
+    side: str, bug: str, where: str, sure: str, said: Sequence[str], *others: str, **words: Any
 ) -> Finding:
-    """Of a class, in its words where there are no others; with the ``form`` that it has here."""
-    title = title or CLASSES[bug].title + (f": {form}" if form else "")
-    look_at = look_at or CLASSES[bug].look_at
-    return Finding(side, bug, title, where, confidence, tuple(evidence), look_at, alternatives)
+    """Of a class, in its words where there are no other ``words`` (title, look_at); with the form
+    that it has here, if one of them. others: what would look the same."""
+    known, form = CLASSES[bug], words.pop("form", "")
+    title = known.title + (f": {form}" if form else "")
+    found = Finding(side, bug, title, where, sure, tuple(said), known.look_at, others)
+    return replace(found, **{name: text for name, text in words.items() if text})
 
 
 def reference_of(question: Question, names: Collection[str], given: Given) -> Answers:
@@ -264,7 +257,20 @@ def meant(
             if as_read and changes.keys() <= {*left_out}:
                 yield words, changes
                 return
-    yield from _of_scale(question, answers) if "softmax_scale" in left_out else ()
+    # another softmax_scale that gives these lse: by Newton's method from several ones
+    found = np.asarray(answers.get("lse", np.zeros(0)), dtype=np.float64)
+    for start in STARTS if found.size and "softmax_scale" in left_out else ():
+        s = question.scale * start
+        for _ in range(STEPS):
+            asked = (replace(question, softmax_scale=x) for x in (s, s * (1 + STEP)))
+            here, beside = (solve(one, "forward")["lse"] for one in asked)
+            there = np.isfinite(here) & np.isfinite(found)
+            left, by = found[there] - here[there], (beside[there] - here[there]) / (s * STEP)
+            s = max(s + float(left @ by / (by @ by or 1.0)), s / 4)
+        size = np.abs(found[there]).max(initial=1e-30)
+        if np.abs(left).max(initial=0.0) < NEAR[question.dtype.itemsize] * size:
+            yield f"softmax_scale = {s:.6g}", {"softmax_scale": s}
+            return
 
 
 def _seen(question: Question, answers: Answers) -> np.ndarray | None:
@@ -307,20 +313,3 @@ def _masks(question: Question, wanted: np.ndarray) -> Iterator[Option]:
         farthest = np.maximum.accumulate(n - 1 - linked[:, ::-1].argmax(axis=1))
         of = np.append(0, np.flatnonzero(farthest == np.arange(n)) + 1)
         yield f"cu_seqlens = {of.tolist()}", {"cu_seqlens_q": of, "cu_seqlens_k": of}
-
-
-def _of_scale(question: Question, answers: Answers) -> Iterator[Option]:
-    """Another softmax_scale that gives these lse: by Newton's method from several ones."""
-    found = np.asarray(answers.get("lse", np.zeros(0)), dtype=np.float64)
-    for start in STARTS if found.size else ():
-        s = question.scale * start
-        for _ in range(STEPS):
-            asked = (replace(question, softmax_scale=x) for x in (s, s * (1 + STEP)))
-            here, beside = (solve(one, "forward")["lse"] for one in asked)
-            there = np.isfinite(here) & np.isfinite(found)
-            left, by = found[there] - here[there], (beside[there] - here[there]) / (s * STEP)
-            s = max(s + float(left @ by / (by @ by or 1.0)), s / 4)
-        size = np.abs(found[there]).max(initial=1e-30)
-        if np.abs(left).max(initial=0.0) < NEAR[question.dtype.itemsize] * size:
-            yield f"softmax_scale = {s:.6g}", {"softmax_scale": s}
-            return

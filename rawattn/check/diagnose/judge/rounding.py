@@ -11,8 +11,7 @@ import ml_dtypes
 import numpy as np
 
 from rawattn.check.diagnose.catalogue.inputs import PRODUCTS, word
-from rawattn.check.diagnose.catalogue.partial_sums import Parts, Results, merged, splits
-from rawattn.check.diagnose.catalogue.partial_sums import steps as steps_of
+from rawattn.check.diagnose.catalogue.partial_sums import Parts, Results, merged, splits, steps
 from rawattn.check.diagnose.catalogue.second_order import with_values
 from rawattn.check.diagnose.catalogue.sparse.selection import GATED
 from rawattn.check.diagnose.engine.attention import FORWARD, NONE, PROGRAMS, Bug, Rounding, solve
@@ -52,13 +51,19 @@ Rounded = Callable[[Floats], Floats]
 
 def of_right(verdict: StageVerdict, side: str, *, zeros: bool) -> list[Finding]:
     """What the errors of a right stage are. zeros: there are tensors of nothing but zeros."""
-    finest, narrow = verdict.work.finest.name, verdict.work.question.dtype.itemsize == 2
-    fits = verdict.work.right_at(verdict.work.finest)
+    work, finest = verdict.work, verdict.work.finest.name
+    narrow, fits = work.question.dtype.itemsize == 2, work.right_at(work.finest)
     fine = [name for name in good(fits) if not narrow or fits[name].rms <= RAISED]
     if not verdict.sound or len(fine) == len(fits):
         return []
-    if not narrow and (found := _of_numbers(verdict, side)):
-        return found
+    numbers = () if narrow else (*terms.single(work.sample), *row_numbers.bugs(work.sample))
+    coarse = [name for name in verdict.right if name not in fine]
+    for guess in work.planted(numbers):  # they may be off by no more than rounding may be
+        leaves = max(work.relative(n, guess) / verdict.null[n].relative for n in coarse)
+        if leaves < LEAVES:
+            said = f"planted in the float64 reference it leaves {leaves:.1g} of what is off"
+            of = side, guess.bug.name, f"{work.stage}: {', '.join(coarse)}", "high", (said,)
+            return [finding(*of, form=guess.bug.variant)]
     form, told, left = narrowed(verdict, verdict.right)
     allowed = verdict.precision == finest  # of what is coarse without need
     found = [] if zeros or left < EXACT else in_16_bits(verdict, side, verdict.right)
@@ -71,9 +76,9 @@ def of_right(verdict: StageVerdict, side: str, *, zeros: bool) -> list[Finding]:
     said = f"{', '.join(verdict.right)} are right to the rounding of {verdict.precision}"
     said += f", not to that of {finest}" * (not allowed)
     said += f": {most} is off by {off[most]:.1g} of its size"
-    where = f"{verdict.work.stage}: {', '.join(name for name in off if off[name] > off[most] / 8)}"
+    where = f"{work.stage}: {', '.join(name for name in off if off[name] > off[most] / 8)}"
     # float16 may be TF32, which is allowed of float32 operands and has as many bits: of all of them
-    of_64 = verdict.work.question.dtype == np.float64
+    of_64 = work.question.dtype == np.float64
     operand = " in float16" in form and form.startswith(("P ", "exp", "dS ")) and not of_64
     if form and not narrow and (left < EXACT or not operand):
         sure = "medium" if operand or "TF32" in form else "high"
@@ -86,19 +91,6 @@ def of_right(verdict: StageVerdict, side: str, *, zeros: bool) -> list[Finding]:
     evidence = [said, *([told] if told else []), *(x for one in found for x in one.evidence)]
     told_so = finding(side, "rounding", where, "high", evidence, form=like)
     return [replace(told_so, form=like if found else form or None)]
-
-
-def _of_numbers(verdict: StageVerdict, side: str) -> list[Finding]:
-    """A factor of the scores, or numbers of rows, that are off by no more than rounding may be."""
-    work, fine = verdict.work, good(verdict.work.right_at(verdict.work.finest))
-    coarse = [name for name in verdict.right if name not in fine]
-    for guess in work.planted([*terms.single(work.sample), *row_numbers.bugs(work.sample)]):
-        left = [work.relative(n, guess) / verdict.null[n].relative for n in coarse]
-        if max(left, default=1.0) < LEAVES:
-            said = f"planted in the float64 reference it leaves {max(left):.1g} of what is off"
-            of = side, guess.bug.name, f"{work.stage}: {', '.join(coarse)}", "high", (said,)
-            return [finding(*of, form=guess.bug.variant)]
-    return []
 
 
 def of_wrong(verdict: StageVerdict, side: str) -> list[Finding]:
@@ -172,9 +164,9 @@ def _roundings(stage: str, fine: bool) -> Iterator[Bug]:
     """A stage with one intermediate in fewer bits: slope 1, and the same error on every run; of
     ``fine`` numbers float32 is coarse."""
     for dtype in (*NARROW, np.float32)[: len(NARROW) + fine]:
-        for words, steps in _kept_in(to_dtype(dtype), stage):
+        for words, kept in _kept_in(to_dtype(dtype), stage):
             form = f"{words} in {np.dtype(dtype).name}"
-            yield Bug("narrow-intermediate", form, (stage,), steps=steps)
+            yield Bug("narrow-intermediate", form, (stage,), steps=kept)
     coarse = {np.dtype(dtype).name: to_dtype(dtype) for dtype in NARROW[:2]}
     coarse |= {"float32": lambda x: x.astype(np.float32)} if fine else {}  # and so are its sums
     coarse |= {"TF32 (or float16)": to_tf32, "TF32, cut off": partial(to_tf32, half=0)}
@@ -185,8 +177,8 @@ def _roundings(stage: str, fine: bool) -> Iterator[Bug]:
             some |= {f"{word(x, stage)} of {product}": (x,) for x in operands if "TF32" not in name}
             for words, of in some.items():
                 narrow = {x: lambda c, r=r, x=x: r(getattr(c, x)) for x in of}
-                steps = {step: with_values(step, **narrow)}
-                yield Bug("", f"{words}{ALONE} in {name}", (stage,), steps=steps)
+                kept = {step: with_values(step, **narrow)}
+                yield Bug("", f"{words}{ALONE} in {name}", (stage,), steps=kept)
 
 
 def _of_loops(question: Question) -> Iterator[Bug]:
@@ -203,8 +195,8 @@ def _of_loops(question: Question) -> Iterator[Bug]:
             def stored(p: Parts, r: Rounded = r) -> Results:
                 return merged(Parts(p.tops, p.sums | {"out": r(p.outs) * p.sums["row_sum"]}))
 
-            steps = steps_of("forward", cut, stored)
-            yield Bug("", f"out of each of {at} in {name}", FORWARD, steps=steps)
+            form, of = f"out of each of {at} in {name}", steps("forward", cut, stored)
+            yield Bug("", form, FORWARD, steps=of)
 
 
 def _kept_in(r: Rounded, stage: str) -> Iterator[tuple[str, dict[str, Step]]]:
@@ -242,10 +234,7 @@ def _kept_in(r: Rounded, stage: str) -> Iterator[tuple[str, dict[str, Step]]]:
 
 def in_16_bits(verdict: StageVerdict, side: str, tensors: Sequence[str]) -> list[Finding]:
     best = (FOLLOWS if verdict.work.question.dtype.itemsize == 2 else CLEARLY, "", "")
-    sums = [
-        Bug("", f"{np.dtype(dtype).name}, {chunk} at a time", steps=_running(dtype, chunk, alone))
-        for dtype, chunk, alone in itertools.product(NARROW[1::-1], CHUNKS, (False, True))
-    ]
+    sums = itertools.starmap(_running, itertools.product(NARROW[1::-1], CHUNKS, (False, True)))
     for form, of in _followed(verdict, tensors, NONE, sums):
         best = max([best, *((like, n, form) for n, (like, by) in of.items() if 1 / 4 < by < 4)])
     follows, name, form = best
@@ -254,7 +243,7 @@ def in_16_bits(verdict: StageVerdict, side: str, tensors: Sequence[str]) -> list
     return [finding(side, "accumulates-in-16-bit", where, confidence, (said,))] if name else []
 
 
-def _running(dtype: type, chunk: int, alone: bool) -> dict[str, Step]:
+def _running(dtype: type, chunk: int, alone: bool) -> Bug:
     """Products whose sums run in ``dtype``, by ``chunk`` terms; ``alone``: not P and row sums."""
     rounded = to_dtype(dtype)
 
@@ -265,11 +254,12 @@ def _running(dtype: type, chunk: int, alone: bool) -> dict[str, Step]:
             total = rounded(total + rounded(a[..., here] @ b[..., here, :]))
         return np.broadcast_to(total, (*total.shape[:-2], a.shape[-2], b.shape[-1]))
 
-    return _online(chunk, False, dict.fromkeys(("out",) if alone else KEPT_ONLINE, rounded)) | {
+    made = _online(chunk, False, dict.fromkeys(("out",) if alone else KEPT_ONLINE, rounded)) | {
         "dQ": lambda c: c.s * product(c.o(c.dY), c.K),
         "dK": lambda c: c.s * product(c.o(c.dY).swapaxes(1, 2), c.Q),
         "dV": lambda c: product(c.o(c.P).swapaxes(1, 2), c.dO),
     }
+    return Bug("", f"{np.dtype(dtype).name}, {chunk} at a time", steps=made)
 
 
 def _online(chunk: int, down: bool, kept: Mapping[str, Rounded]) -> dict[str, Step]:

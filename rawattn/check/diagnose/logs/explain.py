@@ -126,12 +126,12 @@ def _rows(pair: Pair, rows: Sequence[Rows], causal: bool | None) -> Finding | No
             return replace(own.finding, evidence=tuple(evidence))
         said.append("of one sign in each row, they differ by P times a number: by D, not by P")
         alike = ("delta-of-another-out", "lse-gradient-dropped")
-        return finding(own.side, "delta-omitted", own.name, "medium", said, alike)
+        return finding(own.side, "delta-omitted", own.name, "medium", said, *alike)
     if own.wrong.any() or right.unmasked or not own.unmasked or causal is False:
         return None
     said = [f"{own.name} above the diagonal: up to {own.unmasked:.3g}; {right.name}: 0"]
     others = ("causal-off-by-one", "neighbour-leak", OTHER_MASK)
-    return finding(own.side, "causal-dropped", own.name, "medium", said, others)
+    return finding(own.side, "causal-dropped", own.name, "medium", said, *others)
 
 
 def _factor(pair: Pair, causal: bool | None) -> Finding | None:

@@ -59,8 +59,7 @@ class Printed:
         found = {KINDS[word] for word in self.words if word in KINDS}
         found = {kind for kind in found if len(kind) > 1} or found
         kind = found.pop() if len(found) == 1 else ""
-        of_gradient = len(kind) == 1 and {"d", "grad", "gradient"} & set(self.words)
-        return f"d{kind}" if of_gradient else kind
+        return f"d{kind}" if len(kind) == 1 and {"d", "grad", "gradient"} & {*self.words} else kind
 
     @property
     def whole(self) -> bool:

@@ -143,8 +143,7 @@ def _drawn(sight: Sight, queries: int) -> list[str]:
     for label, cells in rows:
         cells = [f"{cell:>{wide}}" for cell in cells]
         bar = [" |"] * (own < len(cells))  # before what follows the sequence's own keys
-        line = f"{label:{wide + 6}}" + "".join(cells[:own] + bar + cells[own:])
-        lines.append(line.rstrip(" |"))
+        lines.append(f"{label:{wide + 6}}{''.join(cells[:own] + bar + cells[own:])}".rstrip(" |"))
     due, there, width = right > 0, found > 0, max(map(len, lines)) + 3
     past = "zeros" if sight.zeros else "other keys"
     legend = {
