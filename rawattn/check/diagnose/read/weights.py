@@ -96,7 +96,7 @@ def _with_lse(by: maps.Map, nothing: float, c: Context) -> Array:
 def _say_scores(said: Said, x: Field, second: Callable[[], Weights]) -> None:
     """What ``x``, log-weights less the right scores, tells of the scores."""
     read, c = said.weights, context_of(said.weights.places, said.weights.right.S)
-    if x.zero and not (text := _of_exp(read, x.there)):
+    if x.zero and not (text := _of_exp(read, x.there) if x.there.any() else ""):
         said.right.append("scores and softmax_scale")
         return
     if x.zero:
