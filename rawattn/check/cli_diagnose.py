@@ -36,8 +36,7 @@ from rawattn.check.diagnose.judge.proofs import meant, of_past, of_sinks
 from rawattn.check.diagnose.logs.explain import explain_log
 from rawattn.check.diagnose.read.name import packed, read_packed
 from rawattn.check.diagnose.read.probe import Refused
-from rawattn.check.diagnose.report import terminal, words
-from rawattn.check.diagnose.report.page import page
+from rawattn.check.diagnose.report import terminal
 from rawattn.check.machine import default_framework, use_simulator
 from rawattn.check.options import NewFile, html_option, json_option, rare_options
 from rawattn.check.sparse_cases import BLOCK_SIZES, SparseCase, standard_sparse
@@ -77,11 +76,11 @@ def showing(command: Callable[..., Told]) -> Callable[..., None]:
         if diagnosis.findings and not full:
             console.print(Text("--full shows all evidence", "dim"))
         if html_file is not None:
-            html_file.write_text(page(diagnosis, about), encoding="utf-8")
+            html_file.write_text(terminal.page(diagnosis, about), encoding="utf-8")
         if json_file is not None:
-            text = json.dumps(words.as_json(diagnosis), indent=1, allow_nan=False)
+            text = json.dumps(terminal.as_json(diagnosis), indent=1, allow_nan=False)
             json_file.write_text(text, encoding="utf-8")
-        sys.exit(0 if words.nothing_wrong(diagnosis) else 1)
+        sys.exit(0 if terminal.nothing_wrong(diagnosis) else 1)
 
     return shown
 
@@ -99,7 +98,7 @@ def refused(where: str = "") -> Iterator[None]:
 @click.argument("files", nargs=-1, type=Existing, metavar="[A.npz [B.npz]]")
 @click.option("--log", type=Existing, help="a text with printed tensors, no arrays.")
 @click.option(
-    "--class", "class_", type=click.Choice([*words.KNOWN]), metavar="NAME", help="what it is."
+    "--class", "class_", type=click.Choice([*terminal.KNOWN]), metavar="NAME", help="what it is."
 )
 @showing
 def explain_command(files: tuple[Path, ...], log: Path | None, class_: str | None) -> Told:
@@ -114,7 +113,7 @@ def explain_command(files: tuple[Path, ...], log: Path | None, class_: str | Non
     if bool(files) + bool(log) + bool(class_) != 1 or len(files) > 2:
         raise click.UsageError("say one or two .npz files, or --log FILE, or --class NAME")
     if class_:
-        known = words.KNOWN[class_]
+        known = terminal.KNOWN[class_]
         click.echo(f"{class_}: {known.title}\n   = fix:   {known.look_at}")
         sys.exit(0)
     if log:

@@ -15,8 +15,7 @@ from rich.text import Text
 from rawattn.check import report
 from rawattn.check.compiled import Built
 from rawattn.check.diagnose.findings import Diagnosis
-from rawattn.check.diagnose.report import terminal, words
-from rawattn.check.diagnose.report.page import page
+from rawattn.check.diagnose.report import terminal
 from rawattn.check.machine import describe
 from rawattn.check.run import Row
 
@@ -61,7 +60,7 @@ def finish_diff(
         terminal.show(console, found, about, full=full)
         console.print()
     if found is not None and html_file is not None:
-        html_file.write_text(page(found, full=full), encoding="utf-8")
+        html_file.write_text(terminal.page(found, full=full), encoding="utf-8")
     if full:
         if found is not None:
             terminal.facts(console, found, full=True)
@@ -75,7 +74,7 @@ def finish_diff(
     if not full:
         more = ", all evidence, identities and slopes" if named else ""
         console.print(Text(f"\n--full shows every case and tensor{more}", "dim"))
-    diagnosis = {} if found is None else {"diagnosis": words.as_json(found)}
+    diagnosis = {} if found is None else {"diagnosis": terminal.as_json(found)}
     _leave(console, rows, [], began, json_file, diagnosis)
 
 

@@ -21,8 +21,7 @@ from rawattn.check.diagnose.findings import Diagnosis, Finding
 from rawattn.check.diagnose.harness.pairs import HARNESS
 from rawattn.check.diagnose.judge.diagnosis import diagnose
 from rawattn.check.diagnose.report import terminal
-from rawattn.check.diagnose.report.page import WIDTH, page
-from rawattn.check.diagnose.report.words import KNOWN, as_json, nothing_wrong
+from rawattn.check.diagnose.report.terminal import KNOWN, WIDTH, as_json, nothing_wrong, page
 from tests.diagnose.called import call, in_sweeps
 from tests.diagnose.problems import packed
 from tests.diagnose.test_planted import MODULES

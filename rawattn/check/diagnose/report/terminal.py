@@ -1,24 +1,40 @@
 """A diagnosis on the terminal: a short form of each cause, and behind it what it rests on. Who sees
-whom is a picture: a query a line, a key a column."""
+whom is a picture: a query a line, a key a column. The same as one page, and as plain data."""
 
 import re
 import textwrap
 from collections.abc import Callable, Mapping
 from dataclasses import replace
+from io import StringIO
 from itertools import zip_longest
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from rich.console import Console
 from rich.text import Text
 
+from rawattn.check.diagnose.catalogue.classes import CLASSES
 from rawattn.check.diagnose.findings import Diagnosis, Finding, Sight
-from rawattn.check.diagnose.report import words
+from rawattn.check.diagnose.harness.pairs import HARNESS
 
 HEADS = {"rounding": ("note", "bold green"), "vacuous": ("warning", "bold magenta")}
 LEAST, MOST = 60, 100  # columns of what is told in sentences
 LINES, EACH, ALL = 15, 3, 1000  # of a finding in short, of one proof in it, and of all there is
 FORMULA = re.compile(r" ([<>]=?|[+%/]|//) ")  # where no line is broken
 RIGHT = re.compile(r" right\b.*, with rounding as of ")  # a fact about tensors that are
+KNOWN = HARNESS | CLASSES
+UNSAID = ("sight", "planted")
+SURE = {
+    "proved": "these numbers show it by themselves, no reference is needed",
+    "high": "no other known bug gives these numbers",
+    "medium": "it fits, but does not explain all of it, or is not alone in that",
+    "low": "a hint, no more",
+}
+WIDTH = 150  # of tables; sentences are narrower
+FORMAT = """<!doctype html>
+<html lang="en"><meta charset="utf-8"><title>rawattn-check</title>
+<style>{stylesheet}\nbody {{ color: {foreground}; background: {background}; }}</style>
+<pre>{code}</pre></html>
+"""
 
 
 class About(NamedTuple):
@@ -38,7 +54,7 @@ def show(console: Console, diagnosis: Diagnosis, about: About, *, full: bool = F
     for n, finding in enumerate(diagnosis.findings):
         lines = (whole if full else short)(finding, about, wide, len(sides) == 1)
         console.print(Text("\n" * (n > 0)) + Text("\n").join(lines), soft_wrap=True)
-    if words.nothing_wrong(diagnosis):
+    if nothing_wrong(diagnosis):
         compared = diagnosis.judged or diagnosis.facts
         said = ("Nothing is wrong.", "bold green") if compared else ("Nothing was compared.", "")
         said = ("Nothing else is wrong.", "bold") if diagnosis.findings else said
@@ -53,7 +69,7 @@ def facts(console: Console, diagnosis: Diagnosis, *, full: bool = False) -> None
     """What was compared, and what was read of it; what is right is told where nothing is wrong."""
     console.print()
     for fact in filter(None, (diagnosis.title, *diagnosis.facts)):
-        if full or words.nothing_wrong(diagnosis) or not RIGHT.search(fact):
+        if full or nothing_wrong(diagnosis) or not RIGHT.search(fact):
             console.print(Text(fact, "dim"))
 
 
@@ -92,7 +108,7 @@ def whole(
     lines += _entry("fix" if named else "look", finding.look_at, width, most)
     if again := about.again(finding):
         lines.append(Text.assemble(("   = ", "blue"), ("again: ", "bold"), again))
-    return lines + _entry("sure", words.sure(finding), width, most)
+    return lines + _entry("sure", sure(finding), width, most)
 
 
 def _entry(label: str, text: str, width: int, most: int = EACH) -> list[Text]:
@@ -165,3 +181,31 @@ def _mark(right: float, found: float) -> str:
     if right and found:
         return f"{found:g}" if found == int(found) < 10 else "x"
     return "+" if found else "-"
+
+
+def as_json(diagnosis: Diagnosis) -> dict[str, Any]:
+    """All of it that is text."""
+    said = [{n: x for n, x in vars(one).items() if n not in UNSAID} for one in diagnosis.findings]
+    said = [one | {"forms": [*one["forms"]]} for one in said]
+    return {"ok": nothing_wrong(diagnosis), **vars(diagnosis), "findings": said}
+
+
+def nothing_wrong(diagnosis: Diagnosis) -> bool:
+    """Whether all that was found is rounding."""
+    return all(finding.bug == "rounding" for finding in diagnosis.findings)
+
+
+def sure(finding: Finding) -> str:
+    others = ", or ".join(finding.alternatives)
+    meant = "" if finding.bug == "vacuous" else SURE.get(finding.confidence, "")
+    meant = f"{others} would look the same here" if others else meant
+    return f"{finding.confidence}; {meant}".removesuffix("; ")
+
+
+def page(diagnosis: Diagnosis, about: About | None = None, *, full: bool = True) -> str:
+    """What ``--full`` shows, as HTML text, to be written as UTF-8; ``full``: and what is right."""
+    console = Console(record=True, width=WIDTH, file=StringIO(), legacy_windows=False)
+    show(console, diagnosis, about or About(), full=True)
+    facts(console, diagnosis, full=full)
+    text = console.export_html(code_format=FORMAT)
+    return "".join(c if c.isprintable() or c == "\n" else "\N{REPLACEMENT CHARACTER}" for c in text)
