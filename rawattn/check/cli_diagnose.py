@@ -22,15 +22,8 @@ from rawattn.check.diagnose.evidence import structure
 from rawattn.check.diagnose.files.npz import Saved, dump, load_two
 from rawattn.check.diagnose.findings import Diagnosis, Finding, of_sides
 from rawattn.check.diagnose.harness import pairs
+from rawattn.check.diagnose.judge import failures
 from rawattn.check.diagnose.judge.diagnosis import diagnose, of_all, sizes_of
-from rawattn.check.diagnose.judge.failures import (
-    answers_of,
-    gives,
-    once_more,
-    question_of,
-    reference_answers,
-    small,
-)
 from rawattn.check.diagnose.judge.least import of_shortest
 from rawattn.check.diagnose.judge.proofs import meant, of_past, of_sinks
 from rawattn.check.diagnose.logs.explain import explain_log
@@ -162,7 +155,7 @@ def dump_command(case: str | None, listing: bool, file: Path | None, **said: Any
     every: tuple[Case, ...] = (*standard("small"), *standard_sparse("small"))
     if listing:
         for one in every:
-            click.echo(f"{one}: {sizes_of(question_of(one))}")
+            click.echo(f"{one}: {sizes_of(failures.question_of(one))}")
         return
     lengths, sequence, identify = (said.pop(name) for name in ("lengths", "sequence", "identify"))
     candidate, framework, seed = (said.pop(name) for name in ("candidate", "framework", "seed"))
@@ -177,7 +170,7 @@ def dump_command(case: str | None, listing: bool, file: Path | None, **said: Any
     if case and not known:
         raise click.UsageError(f"no standard case is called {case!r}; --list shows them")
     chosen = known[0] if case else _random_case(lengths or LENGTHS, **said)
-    chosen = small(chosen) if identify and case else chosen
+    chosen = failures.small(chosen) if identify and case else chosen
     if any(rare) and isinstance(chosen, SparseCase):
         raise click.UsageError("block-sparse attention has no --softcap, --sinks or --seqused")
     chosen, whose = with_options(chosen, *rare), candidate or "the reference"
@@ -185,14 +178,14 @@ def dump_command(case: str | None, listing: bool, file: Path | None, **said: Any
         if candidate:
             judged = load(candidate, framework or default_framework())
             chosen = judged.fit(chosen)
-        question = question_of(chosen, seed, clean=identify or bool(lengths))
+        question = failures.question_of(chosen, seed, clean=identify or bool(lengths))
         about = {"identify": question.batch} if identify else {}
         question = packed(question) if identify else question
         question = replace(question, out=None, lse=None)
-        answers = reference_answers(question)
+        answers = failures.reference_answers(question)
         if candidate:
             question = replace(question, out=answers["out"], lse=answers["lse"])
-            answers = answers_of(judged, question)
+            answers = failures.answers_of(judged, question)
         if sequence is not None:
             answers |= structure.intermediates(question, answers, sequence)
     except (Refused, Unsupported, ValueError) as error:
@@ -274,11 +267,11 @@ def _of_side(name: str, saved: Saved, question: Question, identify: int) -> Diag
         some = part(question, saved.answers, int((tokens > OTHERS).sum()), question.batch)
 
         def lacking(f: Finding) -> list[str]:
-            so = gives(*some, f.planted, f.tensors)
-            return ["other sequences of the file"] if so is False else []
+            gives = failures.gives(*some[::-1], f.planted, f.tensors)
+            return ["other sequences of the file"] * (gives is False)
 
-        here_gives = partial(gives, here, answers)
-        findings = [once_more(f, here, here_gives, lacking) for f in diagnosis.findings]
+        here_gives = partial(failures.gives, answers, here)
+        findings = [failures.once_more(f, here, here_gives, lacking) for f in diagnosis.findings]
         findings.sort(key=lambda f: f.rank)
         of_rows = of_all(question, saved.answers, name, findings)
         of_heads = of_sinks(question, saved.answers, name, findings)

@@ -74,7 +74,7 @@ def explain_failures(
     for kind in kinds.values():
         if found and (spent() > until or _agree(found, spent() - begun)):
             break
-        lost = bool(found) and not any(_named(one) for _, one in found)
+        lost = bool(found) and not any(_has_name(f) for _, of in found for f in of.findings)
         nan = bool(found) and all(of_nan(f) for _, of in found for f in of.findings)
         if (lost and kind[0].dtype in dtypes) or (nan and kind[0].causal):  # which may hide numbers
             continue
@@ -89,13 +89,21 @@ def explain_failures(
         sure = [f for f in diagnosis.findings if f.confidence in SURE and not f.alternatives]
         names = {f.bug for f in sure if f.form is not None} - {*NAMELESS}
         known, brief = Readings(shown=known.shown | names), brief or any(f.sure for f in sure)
-        if not lost or _named(diagnosis):
+        if not lost or any(map(_has_name, diagnosis.findings)):
             found.append((kind, diagnosis))
     joined = _joined(f"{candidate.name} against {against}", found)
-    findings = _as_failing(joined.findings)
     every = {str(case): case for kind, _ in found for case in kind}
-    several = len(findings) > 1
-    findings = [_asked_once_more(candidate, f, every[f.cases[0]], several) for f in findings]
+
+    def asked_again(f: Finding) -> Finding:
+        """As sure as problems of other lengths and options leave it; one of several may be of a
+        head_dim alone."""
+        case = every[f.cases[0]]
+        asked = question_of(candidate.fit(small(case)), clean=True)
+        lacking = partial(_lacking, candidate, case, len(joined.findings) > 1)
+        return once_more(f, asked, partial(gives, candidate, asked), lacking)
+
+    failing = _as_failing(joined.findings)
+    findings = [asked_again(f) if f.side == SIDE else f for f in failing]
     findings.sort(key=lambda f: (f.bug in NAMELESS, f.rank, any(REFUTED in x for x in f.evidence)))
     findings.sort(key=lambda f: f.confidence == "low" and any(REFUTED in x for x in f.evidence))
     if findings and (first := findings[0]).side == SIDE and not first.sure:
@@ -110,14 +118,6 @@ def _finest(candidate: Candidate, case: Case) -> Case:
     fine = replace(case, dtype="float64")
     rows = () if fine == case else evaluate(candidate, small(fine))
     return fine if any(x.verdict.verdict == "FAIL" and x.tensor != "-" for x in rows) else case
-
-
-def _asked_once_more(candidate: Candidate, f: Finding, case: Case, several: bool) -> Finding:
-    """A finding that ``case`` shows, as sure as problems of other lengths and options leave it; of
-    ``several`` one may be of a head_dim alone."""
-    asked = question_of(candidate.fit(small(case)), clean=True)
-    gives, lacking = partial(_gives, candidate, asked), partial(_lacking, candidate, case, several)
-    return once_more(f, asked, gives, lacking) if f.side == SIDE else f
 
 
 def once_more(f: Finding, asked: Question, gives: Gives, lacking: Lacking) -> Finding:
@@ -153,10 +153,8 @@ def _lacking(candidate: Candidate, case: Case, several: bool, f: Finding) -> Ite
     """On which further problems what was planted does not give the function's numbers."""
     if any(not _holds(candidate, f, case, lengths) for lengths in FURTHER):
         yield "at other lengths"
-    dims: dict[str, Any] = (
-        HEAD_DIMS[case.head_dim == 64] if several and f.confidence == "high" else {}
-    )
-    if dims and not _holds(candidate, f, replace(case, **dims), FURTHER[-1]):
+    dims: dict[str, Any] = HEAD_DIMS[case.head_dim == 64] if f.confidence == "high" else {}
+    if several and dims and not _holds(candidate, f, replace(case, **dims), FURTHER[-1]):
         yield "at other head_dims"
     for name, unused in UNUSED.items():
         of_mask = f.bug in OF_MASKS and name in ("causal", "window")
@@ -172,8 +170,8 @@ def _explains(candidate: Candidate, diagnosis: Diagnosis, case: Case) -> bool:
         return False
     (one,), asked = diagnosis.findings, question_of(candidate.fit(small(case)), clean=True)
     right = dict.fromkeys(asked.stages, NO_BUG)
-    gives = partial(_gives, candidate, asked)
-    return gives(right | {**one.planted}) is True and gives(right) is False
+    so = partial(gives, candidate, asked)
+    return so(right | {**one.planted}) is True and so(right) is False
 
 
 def _holds(candidate: Candidate, f: Finding, case: Case, lengths: Sequence[int]) -> bool:
@@ -182,34 +180,25 @@ def _holds(candidate: Candidate, f: Finding, case: Case, lengths: Sequence[int])
     like = replace(small(case), direction=case.direction)
     other = with_lengths(like, (tuple(lengths), tuple(lengths[:: -1 if apart else 1])))
     asked = question_of(candidate.fit(other), clean=True)
-    return _gives(candidate, asked, f.planted, f.tensors) is not False
-
-
-def _gives(
-    candidate: Candidate, asked: Question, bugs: Mapping[str, Bug], names: Collection[str] = TENSORS
-) -> bool | None:
-    """Whether ``candidate`` gives what bugs by stage do; None where one of both cannot be asked."""
-    try:
-        answers = _once(candidate, asked)
-    except Exception:  # of what it throws was told before
-        return None
-    return gives(asked, answers, bugs, names)
+    return gives(candidate, asked, f.planted, f.tensors) is not False
 
 
 def gives(
-    asked: Question, answers: Answers, bugs: Mapping[str, Bug], names: Collection[str] = TENSORS
+    of: Candidate | Answers, q: Question, bugs: Mapping[str, Bug], names: Collection[str] = TENSORS
 ) -> bool | None:
-    """Whether these are the answers with bugs by stage; None where these cannot be planted."""
-    given = asked.given_to_backward(answers)
+    """Whether these are the answers, or a candidate's, with bugs by stage; None where they cannot
+    be planted, or it cannot be asked."""
     try:
-        due = [solve(asked, stage, bug, given=given) for stage, bug in bugs.items()]
-    except Exception:  # a plant may be of its problem alone
+        answers = _once(of, q) if isinstance(of, Candidate) else of
+        given = q.given_to_backward(answers)
+        due = [solve(q, stage, bug, given=given) for stage, bug in bugs.items()]
+    except Exception:  # of what it throws was told before; a plant may be of its problem alone
         return None
     for name, x in (pair for of in due for pair in of.items()):
         if name in names and name in answers and x.ndim > 1:  # sums over all rows are apart
             found, planted = (by_rows(name, y) for y in (answers[name], x))
-            rows = np.repeat(asked.sequence_of(name)[:, None] >= 0, planted.shape[1], axis=1)
-            if rows_off(found, planted, rows, NEAR[asked.dtype.itemsize]).any():
+            rows = np.repeat(q.sequence_of(name)[:, None] >= 0, planted.shape[1], axis=1)
+            if rows_off(found, planted, rows, NEAR[q.dtype.itemsize]).any():
                 return False
     return True
 
@@ -269,10 +258,11 @@ def explain_failure(
             shown = look(asked, until=0.0, told=_read(candidate, asked)).findings
             trapped = [*filter(_has_name, shown), *trapped]
         return replace(best, findings=tuple(trapped))
-    if not _named(best) and sum(costs_of(case)) <= PAIRS and spent() < until:
+    unnamed = not any(map(_has_name, best.findings))
+    if unnamed and sum(costs_of(case)) <= PAIRS and spent() < until:
         of_traps_alone = 0.0 if best.findings or brief else until  # else it was looked for already
         own = look(question_of(candidate.fit(case)), until=of_traps_alone, told=told)
-        best = own if _named(own) or not best.findings else best
+        best = own if any(map(_has_name, own.findings)) or not best.findings else best
     if best.findings:
         return best
     given = (SIDE, "unknown", str(case), "low", ("not on a small problem of its kind",))
@@ -376,8 +366,8 @@ def _read(candidate: Candidate, question: Question) -> Readings:
         alone = of_stage(candidate, stage)
         return None if alone is None else partial(answers_of, alone)
 
-    gives, stages = partial(_gives, candidate, question), question.stages
-    return read(question, ask, enough=lambda bug: gives(dict.fromkeys(stages, bug)) is True)
+    so, stages = partial(gives, candidate, question), question.stages
+    return read(question, ask, enough=lambda bug: so(dict.fromkeys(stages, bug)) is True)
 
 
 def _as_due(question: Question, answers: Answers) -> Answers:
@@ -402,8 +392,7 @@ def _joined(title: str, found: Sequence[Kind]) -> Diagnosis:
         what = one.title if one.bug == "unknown" else ""
         said.setdefault((one.side, one.bug, what), []).append((one, kind))
     tensors = {what: of[0][0].tensors for what, of in said.items()}
-    dtypes = {what: [cases[0].dtype for _, (cases, _) in of] for what, of in said.items()}
-    fineness = {what: max(map(DTYPES.index, of)) for what, of in dtypes.items()}
+    fineness = {x: max(DTYPES.index(kind[0].dtype) for _, (kind, _) in said[x]) for x in said}
 
     def confidence(what: tuple[str, str, str]) -> int:
         """The best that a case has: less where one with finer numbers says something else of the
@@ -446,12 +435,8 @@ def _best(alike: Sequence[tuple[Finding, Kind]]) -> tuple[Finding, Kind]:
     return best.worded(max(best.forms, key=lambda form: often[form], default="")), kind
 
 
-def _named(diagnosis: Diagnosis) -> bool:
-    """Whether a bug has a name, or was read off and gives the same numbers when it is planted."""
-    return any(map(_has_name, diagnosis.findings))
-
-
 def _has_name(f: Finding) -> bool:
+    """Whether a bug has a name, or was read off and gives the same numbers when it is planted."""
     return f.bug not in NAMELESS or f.confidence == "high"
 
 
@@ -480,23 +465,21 @@ def _expected(question: Question) -> Expected:
     inputs |= {n: np.asarray(x, np.int32) for n, x in inputs.items() if n in ints and x is not None}
     lists = {name: getattr(q, name) for name in OF_BLOCKS}
     tensors = SparseTensors(**inputs, **lists) if q.sparse else Tensors(**inputs)
-    return Expected(_case(question), tensors, cast(Any, None), out, lse, targets)
-
-
-def _case(question: Question) -> Case:
-    """A case with the options of a question, which are all that candidates are told of it."""
-    q, lengths_k = question, tuple(int(n) for n in np.diff(question.cu_seqlens_k))
+    # options are all that candidates are told of a case
+    lengths_k = tuple(int(n) for n in np.diff(q.cu_seqlens_k))
     options: dict[str, Any] = {"causal": q.causal, "softmax_scale": q.softmax_scale}
     options |= {"lengths_q": q.lengths_q, "past_q": len(q.q) - sum(q.lengths_q)}
     options |= {"lengths_k": lengths_k, "past_k": len(q.k) - sum(lengths_k)}
     if not q.sparse:
         options |= {"softcap": q.softcap, "sinks": q.sinks is not None, "window": q.window}
-        return Case("asked", **options, seqused_k=None if q.seqused_k is None else q.lengths_k)
-    own_window = q.sliding in (None, (q.block_size - 1, 0))
-    options |= {"window": (-1, -1) if own_window else q.sliding, "sliding": q.sliding is not None}
-    options |= {"block_size": q.block_size, "own": q.own}
-    options |= {"counts": q.block_counts is not None, "gate": q.block_scale is not None}
-    return SparseCase("asked", **options)
+        options |= {"seqused_k": None if q.seqused_k is None else q.lengths_k}
+    else:
+        own = q.sliding in (None, (q.block_size - 1, 0))
+        options |= {"window": (-1, -1) if own else q.sliding, "sliding": q.sliding is not None}
+        options |= {"block_size": q.block_size, "own": q.own}
+        options |= {"counts": q.block_counts is not None, "gate": q.block_scale is not None}
+    case = (SparseCase if q.sparse else Case)("asked", **options)
+    return Expected(case, tensors, cast(Any, None), out, lse, targets)
 
 
 def _dtype(question: Question, name: str) -> np.dtype:
