@@ -34,7 +34,7 @@ PARTS |= {f"j // {t} % {n}": (t, n) for t in (4, 8) for n in (2, 4)}
 MOST = 128  # times that a key may count
 MANY, RARE = 60, 0.02  # weights; parts that may hold several numbers
 # how little neighbours differ, in units of what any two do; of exp the most that it is off by
-SMOOTH, ABOUT = {8: 0.05, 4: 0.05, 2: 0.3}, 0.2
+SMOOTH, LEAST, ABOUT = {8: 0.05, 4: 0.05, 2: 0.3}, 1e-6, 0.2
 LAST = ("(seqlen_k - 1) // ", "(seqlen_q - 1) // ")  # those of the last tile
 
 
@@ -96,7 +96,8 @@ def _with_lse(by: maps.Map, nothing: float, c: Context) -> Array:
 def _say_scores(said: Said, x: Field, second: Callable[[], Weights]) -> None:
     """What ``x``, log-weights less the right scores, tells of the scores."""
     read, c = said.weights, context_of(said.weights.places, said.weights.right.S)
-    if x.zero and not (text := _of_exp(read, x.there) if x.there.any() else ""):
+    fine = x.there.any() and read.places.question.dtype.itemsize > 2
+    if x.zero and not (text := _of_exp(read, x.there) if fine else ""):
         said.right.append("scores and softmax_scale")
         return
     if x.zero:
@@ -189,7 +190,8 @@ def _of_exp(read: Weights, there: Array) -> str:
         e = off[some][np.argsort(at(S[some], below[some]), kind="stable")]
         most = float(np.abs(np.expm1(e)).max(initial=0.0))
         smooth = SMOOTH[read.places.question.dtype.itemsize]
-        if e.size > MANY and most < ABOUT and np.mean(np.diff(e) ** 2) < smooth * 2 * e.var():
+        told = e.size > MANY and LEAST < most < ABOUT
+        if told and np.mean(np.diff(e) ** 2) < smooth * 2 * e.var():
             off_by = f"off by up to {fields.number(most)} of it"
             words = words.replace("row_max", "lse") if read.passed else words
             return f"exp is not exact: {off_by}, which hangs on {words} alone"
