@@ -36,7 +36,6 @@ from rawattn.check.sparse_cases import BLOCK_SIZES, SparseCase, standard_sparse
 from rawattn.check.transfer import FRAMEWORKS
 
 OTHERS = 600  # tokens of a file's last sequences, of which what is found must be so too
-MORE = 6  # keys of a random problem of which not all are in use
 LENGTHS = (20, 70, 1, 37)  # of a random problem, where no others are said
 Existing = click.Path(exists=True, dir_okay=False, path_type=Path)
 framework_option = click.option(
@@ -161,7 +160,7 @@ def dump_command(case: str | None, listing: bool, file: Path | None, **said: Any
     candidate, framework, seed = (said.pop(name) for name in ("candidate", "framework", "seed"))
     rare = [said.pop(name) for name in ("softcap", "sinks", "seqused")]
     if rare[-1] and not lengths and said["lengths_k"] is None:  # which tells both ends of keys
-        said["lengths_k"] = tuple(n + MORE for n in LENGTHS)
+        said["lengths_k"] = tuple(n + 6 for n in LENGTHS)
     if case and lengths:
         raise click.UsageError("say a CASE (--list shows them), or --lengths of a random one")
     use_simulator()

@@ -88,17 +88,14 @@ def _of_heads(times: float, heads: np.ndarray, c: Context) -> Floats:
     return np.asarray(times * np.asarray(c.question.sinks, float)[heads[c.view.heads], None])
 
 
-def _without_P(dlse: bool, c: Context) -> Floats:
-    dL = dlse * np.asarray(c.dL)[..., None]
-    return np.asarray(c.r(np.where(c.W > 0, c.P**dlse * (c.dP - c.D[..., None] - dL) + dL, 0.0)))
-
-
 def bugs_anywhere(question: Question) -> Iterator[Bug]:
     """Those that have nothing to do with masks and tiles of keys."""
     yield from _of_scores(question)
-    for words in ("", "its term dlse alone")[: 1 + (question.dlse is not None)]:
-        dS = partial(_without_P, bool(words))
-        yield Bug("softmax-backward-without-p", words, BACKWARD, steps={"dS": dS})
+    masked = {"dS": lambda c: c.r(np.where(c.W > 0, c.dP - c.D[..., None], 0.0))}
+    yield Bug("softmax-backward-without-p", "", BACKWARD, steps=masked)
+    if question.dlse is not None:
+        alone = {"dS": lambda c: STEPS["dS"](c) + (c.W > 0) * (1 - c.P) * c.dL[..., None]}
+        yield Bug("softmax-backward-without-p", "its term dlse alone", BACKWARD, steps=alone)
     shapes = {"dq": question.q.shape, "dk": question.k.shape, "dv": question.v.shape}
     for one, other in combinations(shapes, 2):
         if shapes[one] == shapes[other]:

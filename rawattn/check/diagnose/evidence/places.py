@@ -213,8 +213,7 @@ class Places:
             rows[name] = first + (row - g * first) % count
         found: Features = {"h": lambda: h + 0 * i, f"h % {g}": lambda: h % g + 0 * i}
         for t in PACKED:
-            tiles = partial(lambda t: row // t - -(-n // t), t)
-            found[f"{packed} // {t} - ceil(seqlen_q / {t})"] = tiles
+            found[f"{packed} // {t} - ceil(seqlen_q / {t})"] = partial(np.add, row // t, -n // t)
         for name, at in rows.items():
             found[f"j - {name}"] = partial(np.subtract, j, at)
             found[f"j - {name} - seqlen_k + seqlen_q"] = partial(np.subtract, j - self.m + n, at)

@@ -25,7 +25,6 @@ from rawattn.check.diagnose.read import fields
 from rawattn.reference.dense import dead_to_inf
 
 APART = (*OF_SLOTS, "delta")  # results that are made apart
-LOWEST = -(2**40)  # of no key
 TINY = 1e-5  # of numbers: what is less is rounding
 MANY, EFFORT = 6, 3000.0  # sums that are not cleared, and what is spent on them
 LEAST = 1e-3  # of what numbers are known by in most rows: where it is less they are not known
@@ -340,14 +339,11 @@ def _summed(question: Question) -> dict[str, Floats]:
     words = "the last tile of {} queries of the last sequence"
     found |= {words.format(t): final & (i // t == (n - 1) // t) for t in TILES}
     x = places_of(question)
-    ends = [np.where(x.right, by * x.j, LOWEST).max(axis=1, initial=LOWEST) for by in (1, -1)]
+    ends = [(by * x.j).max(axis=1, initial=-(2**40), where=x.right) for by in (1, -1)]
     for own, t in product(TILES, TILES):  # what a loop visits, from the first to the last key
-        tile = np.unique(np.stack([b, i // own]), axis=1, return_inverse=True)[1].ravel()
-        last, first = (np.full(len(b), LOWEST) for _ in ends)
-        for of, end in zip((last, first), ends, strict=True):
-            np.maximum.at(of, tile, end)
-        visits = np.where(last < 0, 0, last // t - -first // t + 1)[tile]
-        text = f"{OF_ALL}, once for every tile of {t} keys that its {own} queries visit,"
+        begins = i % own == 0
+        last, first = (np.maximum.reduceat(end, np.flatnonzero(begins)) for end in ends)
+        visits = np.where(last < 0, 0, last // t - -first // t + 1)[begins.cumsum() - 1]
         if not any(np.array_equal(visits, often) for often in found.values()):
-            found[text] = visits
+            found[f"{OF_ALL}, once for every tile of {t} keys that {own} queries visit,"] = visits
     return {of: rows * (b >= 0) for of, rows in found.items()}

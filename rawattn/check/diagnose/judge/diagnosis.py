@@ -273,13 +273,11 @@ def run(costs: Sequence[float]) -> tuple[int, int]:
     return first, max(first + 1, int(stops[first]))
 
 
-def of_all(
-    question: Question, answers: Answers, side: str, findings: Sequence[Finding]
-) -> list[Finding]:
+def of_all(q: Question, answers: Answers, side: str, findings: Sequence[Finding]) -> list[Finding]:
     """``findings`` of a part, and before them what all rows say where these are not sure."""
-    if (findings and findings[0].sure) or sum(costs_of(question)) > MOST:
+    if (findings and findings[0].sure) or sum(costs_of(q)) > MOST:
         return [*findings]
-    works = [Stage(question, answers, stage, 0.0) for stage in question.stages]
+    works = [Stage(q, answers, stage, 0.0) for stage in q.stages]
     of = {name: work for work in works for name in work.tensors if name != "delta"}
     wrong = dict[str, np.ndarray]()
     for name, work in of.items():
@@ -287,7 +285,7 @@ def of_all(
         if work.stage in BEYOND:  # rows that cancel are beside the largest of all
             bad &= ~(np.abs(x - y) <= OFF * np.abs(y[np.isfinite(y)]).max(initial=0.0)).all(axis=2)
         wrong |= {name: bad} if bad.any() else {}
-    said = [f"{n}: {'; '.join(structure.where(question, n, bad))}" for n, bad in wrong.items()]
+    said = [f"{n}: {'; '.join(structure.where(q, n, bad))}" for n, bad in wrong.items()]
     for work in works:  # numbers of rows that only all sequences have
         mine = [name for name in wrong if of[name] is work]
         for guess in work.planted(row_numbers.bugs(work.sample)) if mine else ():

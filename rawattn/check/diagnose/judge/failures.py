@@ -38,9 +38,7 @@ PAIRS = 400_000  # of queries and keys, over all heads: a case beyond is not loo
 SECONDS = 9.0  # of an idle machine, after which no further problem is begun
 AGREEING, SETTLED, DEAR = 4, 200.0, 2000.0  # kinds of cases; effort after which 2, 1 are enough
 SURE, COARSE = ("high", "medium"), "narrow-intermediate"
-# lengths of what is asked once more
-FURTHER = ((21, 3, 48, 0, 38), (70, 9, 32), (5, 19, 2, 27, 13, 40, 11, 23, 64))
-HEAD_DIMS = [{"head_dim": x, "head_dim_v": x} for x in (64, 128)]
+FURTHER = ((21, 3, 48, 0, 38), (70, 9, 32), (5, 19, 2, 27, 13, 40, 11, 23, 64))  # lengths
 REFUTED = "it does not give the numbers of other problems"
 OF_MASKS = (*LOOSE, "tile-skipped")  # told as what is missed, or seen, beside the mask
 FORMS = 12  # and bugs that look the same, of which one may hold on further problems
@@ -95,11 +93,9 @@ def explain_failures(
     every = {str(case): case for kind, _ in found for case in kind}
 
     def asked_again(f: Finding) -> Finding:
-        """As sure as problems of other lengths and options leave it; one of several may be of a
-        head_dim alone."""
-        case = every[f.cases[0]]
-        asked = question_of(candidate.fit(small(case)), clean=True)
-        lacking = partial(_lacking, candidate, case, len(joined.findings) > 1)
+        """As sure as problems of other lengths and options leave it."""
+        asked = question_of(candidate.fit(small(every[f.cases[0]])), clean=True)
+        lacking = partial(_lacking, candidate, every[f.cases[0]])
         return once_more(f, asked, partial(gives, candidate, asked), lacking)
 
     failing = _as_failing(joined.findings)
@@ -127,8 +123,7 @@ def once_more(f: Finding, asked: Question, gives: Gives, lacking: Lacking) -> Fi
         for one in islice(_others(f, asked, gives), FORMS):
             if not any(lacking(one)):
                 return one
-        told = f"{REFUTED}: {', '.join(lacks)}"
-        less = CONFIDENCE[f.rank + 1]
+        told, less = f"{REFUTED}: {', '.join(lacks)}", CONFIDENCE[f.rank + 1]
         f = replace(f, confidence=less, evidence=(*f.evidence[:1], told, *f.evidence[1:]))
     return f
 
@@ -149,13 +144,10 @@ def _others(f: Finding, asked: Question, gives: Gives) -> Iterator[Finding]:
             yield one if name == f.bug else replace(other, title=f"{of.title}: {form}")
 
 
-def _lacking(candidate: Candidate, case: Case, several: bool, f: Finding) -> Iterator[str]:
+def _lacking(candidate: Candidate, case: Case, f: Finding) -> Iterator[str]:
     """On which further problems what was planted does not give the function's numbers."""
     if any(not _holds(candidate, f, case, lengths) for lengths in FURTHER):
         yield "at other lengths"
-    dims: dict[str, Any] = HEAD_DIMS[case.head_dim == 64] if f.confidence == "high" else {}
-    if several and dims and not _holds(candidate, f, replace(case, **dims), FURTHER[-1]):
-        yield "at other head_dims"
     for name, unused in UNUSED.items():
         of_mask = f.bug in OF_MASKS and name in ("causal", "window")
         about = of_mask or name.partition("_")[0] in f.bug
@@ -169,8 +161,7 @@ def _explains(candidate: Candidate, diagnosis: Diagnosis, case: Case) -> bool:
     if [f.confidence for f in diagnosis.findings] != ["high"]:
         return False
     (one,), asked = diagnosis.findings, question_of(candidate.fit(small(case)), clean=True)
-    right = dict.fromkeys(asked.stages, NO_BUG)
-    so = partial(gives, candidate, asked)
+    right, so = dict.fromkeys(asked.stages, NO_BUG), partial(gives, candidate, asked)
     return so(right | {**one.planted}) is True and so(right) is False
 
 

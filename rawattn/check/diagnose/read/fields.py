@@ -295,7 +295,8 @@ def _linear(field: Field, c: Context) -> Iterator[Term]:
     factors = 1 + field.slopes(c.S)
     steps = capped(lambda c, S: factors[c.view.heads] * S)
     text = f"the scores are multiplied by {by_head(factors)}"
-    yield Term(text, "score-scale", steps, tuple(factors.ravel().tolist()))
+    if factors.any():  # else columns say more
+        yield Term(text, "score-scale", steps, tuple(factors.ravel().tolist()))
 
 
 def of_other_heads(of: str, heads: Array) -> Term:

@@ -60,7 +60,9 @@ class Readings:
         the catalogue explains stays, all else gets the words of the reading."""
         findings = list(diagnosis.findings)
         for said in self.of:
-            if here := [n for n, x in enumerate(findings) if _is_of(x, side, said.stage)]:
+            words = "sliding" if said.stage == "sliding" else PASSES[said.stage]
+            own = ((n, x) for n, x in enumerate(findings) if x.side == side and x.bug != "rounding")
+            if here := [n for n, x in own if words in x.where or x.where.startswith(said.stage)]:
                 first = min(here, key=lambda n: findings[n].bug in NAMELESS)
                 one = _with(findings[first], said)
                 findings[first] = one if one.sure else replace(one, least=said.table())
@@ -108,12 +110,6 @@ def _read_beyond(stage: str, ask: Ask, question: Question) -> Weights:
 BEYOND = {stage: partial(_read_beyond, stage) for stage in ("jvp", "second")}  # no file tells these
 READ: dict[str, Callable[..., Any]] = dict.fromkeys(PASSES, probe.read_forward)
 READ |= {"backward": probe.read_backward} | BEYOND
-
-
-def _is_of(one: Finding, side: str, stage: str) -> bool:
-    of_stage = PASSES[stage] in one.where or one.where.startswith(f"{stage}:")
-    of_stage = "sliding" in one.where if stage == "sliding" else of_stage
-    return of_stage and one.side == side and one.bug != "rounding"
 
 
 def evidence_of(said: Said) -> tuple[str, ...]:

@@ -16,13 +16,12 @@ from rawattn.check.diagnose.read.said import COARSE, Said, of_lists, of_scale
 from rawattn.check.diagnose.read.weights import BACKWARD_ONLY, of_pairs, repeated, said_of
 from rawattn.reference.dense import dead_to_inf
 
+Second = Callable[[], Backward]
 TRIED = 3  # listed bugs of P that look alike
 IN_ANOTHER_WAY = "is wrong in another way"
 
 
-def said_of_backward(
-    read: Backward, second: Callable[[], Backward], support: Support | None = None
-) -> Said:
+def said_of_backward(read: Backward, second: Second, support: Support | None = None) -> Said:
     """Like ``said_of``, of P as dv has it, and of dS as dq and dk have it."""
     listed = islice(of_lists(read.weights, lambda: second().weights), TRIED)
     if every := [_with_slopes(said, read, second) for said in listed]:
@@ -30,7 +29,7 @@ def said_of_backward(
     return _with_slopes(said_of(read.weights, lambda: second().weights, support), read, second)
 
 
-def _with_slopes(said: Said, read: Backward, second: Callable[[], Backward]) -> Said:
+def _with_slopes(said: Said, read: Backward, second: Second) -> Said:
     """What is said of P, and what is wrong with dS beside it."""
     said.right[:] = [f"P of dv ({', '.join(said.right)})"] if said.right else []
     if said.unread:
@@ -48,9 +47,7 @@ def _with_slopes(said: Said, read: Backward, second: Callable[[], Backward]) -> 
     return said
 
 
-def _change(
-    said: Said, read: Backward, second: Callable[[], Backward], name: str, same: Change | None
-) -> Change:
+def _change(said: Said, read: Backward, second: Second, name: str, same: Change | None) -> Change:
     """What is wrong with dS of a gradient; ``same``: with that of dq, which tells of all heads."""
     of_P = said.see or said.term or said.listed or "bP" in said.steps
     right = Part(None, read, name) if of_P else None  # which dS may have, for all that P has not

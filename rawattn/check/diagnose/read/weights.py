@@ -96,23 +96,21 @@ def _with_lse(by: maps.Map, nothing: float, c: Context) -> Array:
 def _say_scores(said: Said, x: Field, second: Callable[[], Weights]) -> None:
     """What ``x``, log-weights less the right scores, tells of the scores."""
     read, c = said.weights, context_of(said.weights.places, said.weights.right.S)
-    fine = x.there.any() and read.places.question.dtype.itemsize > 2
-    if x.zero and not (text := _of_exp(read, x.there) if fine else ""):
+    fine = not x.zero or read.places.question.dtype.itemsize > 2
+    inexact = _of_exp(read, x.there) if x.there.any() and fine else ""
+    if x.zero and not inexact:
         said.right.append("scores and softmax_scale")
         return
-    if x.zero:
-        said.say(text, "narrow-intermediate")
-        said.unread.append("by which approximation")
-        return
-    said.term = term_of(x, c) or _counted(read, second)
-    said.term = said.term or (None if read.passed else term_of(x, c, many=True))
+    if not x.zero:
+        said.term = term_of(x, c) or _counted(read, second)
+        said.term = said.term or (None if read.passed else term_of(x, c, many=True))
     if said.term is not None:
         said.say_term(said.term)
-    elif (several := _repeated(read, second))[0] is not None:
+    elif not x.zero and (several := _repeated(read, second))[0] is not None:
         said.say(f"keys count up to {several[1][-1]:.0f} times: {several[0]}", "tile-counted-twice")
         said.unread.append("how often each")
-    elif text := _of_exp(read, x.there):
-        said.say(text, "narrow-intermediate")
+    elif inexact:
+        said.say(inexact, "narrow-intermediate")
         said.unread.append("by which approximation")
     elif x.left(np.zeros_like(c.S)) * x.noise < COARSE:
         said.right.append("scores and softmax_scale, roughly")
