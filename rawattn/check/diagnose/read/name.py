@@ -62,7 +62,7 @@ class Readings:
         for said in self.of:
             words = "sliding" if said.stage == "sliding" else PASSES[said.stage]
             own = ((n, x) for n, x in enumerate(findings) if x.side == side and x.bug != "rounding")
-            if here := [n for n, x in own if words in x.where or x.where.startswith(said.stage)]:
+            if here := [n for n, x in own if words in x.where or f"{said.stage}:" in x.where]:
                 first = min(here, key=lambda n: findings[n].bug in NAMELESS)
                 one = _with(findings[first], said)
                 findings[first] = one if one.sure else replace(one, least=said.table())
