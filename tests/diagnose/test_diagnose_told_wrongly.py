@@ -209,6 +209,14 @@ def test_what_is_too_coarse_for_a_test_is_not_said_to_be_right(dtype: Any) -> No
     assert one.bug == "narrow-intermediate" and one.where == "forward: out"
 
 
+def test_of_16_bits_what_is_coarser_than_need_be_is_said() -> None:
+    """An lse in 16 bits leaves gradients within the rounding of these."""
+    question = packed((50, 30), BFLOAT16, heads=(2, 1))
+    (one,) = diagnose(question, computed(question, rounded(BFLOAT16, "L"), "backward")).findings
+    assert one.bug == "rounding" and "lse in bfloat16" in one.title
+    assert not diagnose(question, computed(question, {"rounding": "results"}, "backward")).findings
+
+
 def test_a_coarse_result_is_said_to_be_coarse() -> None:
     """7: a percent of dq, as bfloat16 in every operation leaves, is not nothing."""
     question = packed((50, 30), BFLOAT16, heads=(2, 1), causal=False)

@@ -99,6 +99,16 @@ def test_a_name_is_asked_on_other_problems() -> None:
     assert "lse of head 0 is wrong: i = 0: it is " in unsure.least
 
 
+def test_without_what_it_is_right_is_said() -> None:
+    def with_softcap(c: Head, x: Any) -> Any:
+        return x + (c.question.softcap is not None) * (c.i == 2) * (c.j == 1) * c.P
+
+    case = replace(CASES["edges-causal"], softcap=1.5, dtype="float64")
+    planted = candidate(wrong({"dS of dk": with_softcap}, "backward"), "backward")
+    (first, *_) = explain_failures(planted, [case]).findings
+    assert "softcap, float64 (without softcap it is right): dS of dk" in first.least
+
+
 def test_sums_over_all_rows_are_apart() -> None:
     """Of sinks, whose gradients have no rows: half of the scale in both passes."""
     planted = wrong({"S": lambda c, x: x / 2}, "forward", "backward")
