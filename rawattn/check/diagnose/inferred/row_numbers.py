@@ -197,7 +197,7 @@ def read_of(sample: Sample, number: Number) -> tuple[np.ndarray, Floats, Floats]
     found, right = sample.found[tensor], by_rows(tensor, sample.truth[tensor])
     there = np.isfinite(found + right) & (sample.question.sequence_of(tensor) >= 0)[:, None, None]
     of_one = finite(by_rows(tensor, one[tensor]))
-    due, by = (np.where(there, x - right, 0.0) for x in (found, of_one))
+    due, by = (np.where(there, finite(x) - finite(right), 0.0) for x in (found, of_one))
     size = (by * by).sum(axis=2)
     known = np.sqrt(size) > LEAST * np.sqrt(size.mean())
     size = np.where(known, size, 1.0)

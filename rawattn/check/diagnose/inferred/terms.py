@@ -84,11 +84,11 @@ def bugs(sample: Sample) -> Iterator[Bug]:
     first = bool({"ddout", "ddlse"} & sample.wrong.keys())
     if stage == "second":
         yield from _alone(sample, partial(of_one_pass, first=first))
-    of_masks = _of_tangents(question) if stage == "jvp" else _of_masks(question, first)
+    of_masks = _of_tangents(question) if stage == "jvp" else _of_masks(sample, first)
     yield from sample.near([of_masks], MOST, EFFORT)
 
 
-def _listed(question: Question) -> Iterator[Bug]:
+def _listed(question: Question, lists: bool = False) -> Iterator[Bug]:
     """Who sees whom: listed bugs, and no mask in the tiles that are visited."""
     masked = question.mask_window != (-1, -1) and not question.sparse
     sizes = sorted(product(TILES, TILES), key=lambda two: max(two) // min(two))
@@ -96,7 +96,7 @@ def _listed(question: Question) -> Iterator[Bug]:
         text = f"all keys of tiles of {tile} queries and {other} keys in which some are seen"
         yield Bug("wrong-keys", text, see=each(_whole_tiles, tile, other))
     listed = selection.bugs(question) if question.sparse else first_order.bugs(question)
-    of_lists = walks.cut(question, "dk dv") if question.sparse else ()
+    of_lists = walks.cut(question, "dk dv") if question.sparse and lists else ()
     yield from (b for b in chain(listed, of_lists) if b.see is not None and b.stages != FORWARD)
 
 
@@ -109,9 +109,9 @@ def _whole_tiles(tile: int, other: int, _: Question, view: View) -> View:
     return replace(view, weight=seen.astype(np.float64))
 
 
-def _of_masks(question: Question, first: bool) -> Iterator[Bug]:
+def _of_masks(sample: Sample, first: bool) -> Iterator[Bug]:
     """Who sees whom in one pass alone, in the first one also in the products with E alone."""
-    for bug in (b.at("second") for b in _listed(question)):
+    for bug in (b.at("second") for b in _listed(sample.question, "gk" in sample.wrong)):
         yield of_one_pass(bug, first)
         if first:
             by_out, of_E = (replace(bug, steps={**bug.steps, "tO": x}) for x in OF_E.values())
