@@ -305,10 +305,6 @@ def _with_more(x: _Read, mass: Array) -> Iterator[Form]:
     ends |= {f"{padded} keys": (0, padded)} if padded > max(lengths) else {}  # which is not here
     ends |= {f"the end of its last tile of {t} keys": (t, 0) for t in TILES}
     units: dict[str, Logs] = {end: partial(_padding, *of) for end, of in ends.items()}
-    parts = parts_of_keys(x.places.question) if x.sinks is not None else {}
-    for (of_part, there), (cut, keys) in product(OF_PARTS.items(), parts.items()):
-        words = f"the row sums have exp(sink) once for every part {of_part}, {cut}, not once"
-        yield words, "denominator", partial(_and_more, np.ones((1, 1)), partial(_once, there, keys))
     one: tuple[str, Logs] = (SINK, lambda x: np.exp(x.sinks))
     units |= [("", lambda x: np.ones_like(x.top)) if x.sinks is None else one]
     for end, of in units.items():
@@ -323,6 +319,10 @@ def _with_more(x: _Read, mass: Array) -> Iterator[Form]:
         elif end and (times == -1).all():
             name = "sinks-dropped"
         yield f"the row sums have {said}", name, partial(_and_more, times, of)
+    parts = parts_of_keys(x.places.question) if x.sinks is not None else {}
+    for (of_part, there), (cut, keys) in product(OF_PARTS.items(), parts.items()):
+        words = f"the row sums have exp(sink) once for every part {of_part}, {cut}, not once"
+        yield words, "denominator", partial(_and_more, np.ones((1, 1)), partial(_once, there, keys))
 
 
 def _padding(tile: int, length: int, x: Rows) -> Array:
