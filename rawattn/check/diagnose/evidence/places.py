@@ -182,16 +182,16 @@ class Places:
                 whole = f", in whole tiles of {t}" * (t > 1)
                 found[f"{name} of {words}{whole}"] = partial(np.subtract, x, -(-stop // t) * t)
         kinds = ("{}", "ceil({} / {t}) * {t}", "{} // {t} * {t}")
-        for t, (m, n) in product(LOOPS, [*product(kinds, kinds)][1:]):
-            of_k, of_q = m.format("seqlen_k", t=t), n.format("seqlen_q", t=t)
-            found |= self._computed(f"j - i - {of_k} + {of_q}")
-            found |= self._computed(
-                *[f"{q.group} * i // {t} - ceil(seqlen_q / {t})"] * (q.group > 1)
-            )
+        names: list[str] = []
+        for t in LOOPS:
+            sizes = [[kind.format(x, t=t) for kind in kinds] for x in ("seqlen_k", "seqlen_q")]
+            names += [f"j - i - {m} + {n}" for m, n in [*product(*sizes)][1:]]
+            names += [f"{q.group} * i // {t} - ceil(seqlen_q / {t})"] * (q.group > 1)
         for parts, t in product(SPLITS, LOOPS):
             each = f"ceil(seqlen_k / {t}) // {parts}"
-            counts = [f"j // {t} - {count} * {parts}" for count in (each, f"max(1, {each})")]
-            found |= self._computed(f"j // {t} // ceil(seqlen_k / {parts * t})", *counts)
+            names.append(f"j // {t} // ceil(seqlen_k / {parts * t})")
+            names += [f"j // {t} - {count} * {parts}" for count in (each, f"max(1, {each})")]
+        found |= self._computed(*names)
         return found
 
     def _computed(self, *names: str) -> Features:

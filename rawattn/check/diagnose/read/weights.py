@@ -96,8 +96,8 @@ def _with_lse(by: maps.Map, nothing: float, c: Context) -> Array:
 def _say_scores(said: Said, x: Field, second: Callable[[], Weights]) -> None:
     """What ``x``, log-weights less the right scores, tells of the scores."""
     read, c = said.weights, context_of(said.weights.places, said.weights.right.S)
-    fine = not x.zero or read.places.question.dtype.itemsize > 2
-    inexact = _of_exp(read, x.there) if x.there.any() and fine else ""
+    fine = x.zero and read.places.question.dtype.itemsize > 2
+    inexact = _of_exp(read, x.there) if fine and x.there.any() else ""
     if x.zero and not inexact:
         said.right.append("scores and softmax_scale")
         return
@@ -109,7 +109,7 @@ def _say_scores(said: Said, x: Field, second: Callable[[], Weights]) -> None:
     elif not x.zero and (several := _repeated(read, second))[0] is not None:
         said.say(f"keys count up to {several[1][-1]:.0f} times: {several[0]}", "tile-counted-twice")
         said.unread.append("how often each")
-    elif inexact:
+    elif inexact or (inexact := _of_exp(read, x.there) if x.there.any() else ""):
         said.say(inexact, "narrow-intermediate")
         said.unread.append("by which approximation")
     elif x.left(np.zeros_like(c.S)) * x.noise < COARSE:
